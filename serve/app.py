@@ -72,7 +72,7 @@ def create_app(
     http.install(app)
     for module in (generate, completions, feedback, admin, experiments):
         app.include_router(module.router)
-    documentation.install(app)
+    documentation.install(app, console=console is not None)
     authenticator = Authenticator(server.keyring, config, server.refusals)
     pages = None if console is None else console(server, authenticator)
     if pages is not None:

@@ -12,10 +12,11 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from tempfile import NamedTemporaryFile
+from typing import IO, Any, Final
 from urllib.parse import parse_qsl, quote
 
 from starlette.applications import Starlette
@@ -28,7 +29,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.console.reader import Reader, ReadFailed
-from deploy.console.rendering import STATIC, render
+from deploy.console.rendering import OF_ADMINS, STATIC, render
 from serve.http import Problem, page_headers
 from serve.middleware.authentication import LOGIN, READ, Authenticator, client_of, headers_of
 from serve.middleware.bodies import FORM_BYTES, FORMS, Bodies
@@ -68,13 +69,16 @@ _PAGES: Final = {
     "/traffic/{response_id}": "interaction",
     "/labels": "labels",
     "/labels/next": "labels_next",
+    "/labels/agreement": "labels_agreement",
     "/compare": "compare",
     "/compare/next": "compare_next",
+    "/compare/suites": "compare_suites",
+    "/data": "data",
     "/keys": "keys",
 }
-_OF_ADMINS: Final = frozenset({"keys"})
 _LAKE: Final = frozenset(
-    {"policy_traffic", "learned", "traffic", "interaction", "labels", "labels_next", "compare", "compare_next"}
+    {"policy_traffic", "learned", "traffic", "interaction", "compare", "compare_next"}
+    | {"labels", "labels_next", "labels_agreement"}
 )
 """Pages that may take longer; they have a process of their own, so that the others don't wait for them."""
 
@@ -83,7 +87,13 @@ _ACTIONS: Final = {
     "/keys/{key_id}/revoke": ("revoke_key", "admin"),
     "/policies/{version:version}/promote": ("promote", "admin"),
     "/policies/{version:version}/rollback": ("rollback", "admin"),
+    "/data": ("query", "admin"),
+    "/data/export": ("export", "admin"),
+    "/data/save": ("save_query", "admin"),
+    "/data/delete": ("delete_query", "admin"),
 }
+_QUERIES: Final = frozenset({"query", "export"})
+"""Actions that read as long as they may; they have a process of their own too."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -101,6 +111,7 @@ class _Console:
         self.forms = Bodies(FORM_BYTES, FORMS)
         self.logins = Bodies(FORM_BYTES, FORMS)  # of strangers, who must not take the others' room
         self.lake = Reader(snapshot, _READ_S)
+        self.queries = Reader(snapshot, _READ_S)
         self.actions = Reader(snapshot, _ACT_S)
         self._live: tuple[float, str] = (0.0, "")
         self._streams: Counter[str] = Counter()
@@ -126,7 +137,7 @@ class _Console:
         try:
             yield
         finally:
-            for reader in (self.files, self.lake, self.actions):
+            for reader in (self.files, self.lake, self.queries, self.actions):
                 await reader.close()
 
     # Sessions
@@ -202,7 +213,7 @@ class _Console:
                 if problem.status != 401:
                     raise
                 return _to_login(request)
-            if name in _OF_ADMINS:
+            if name in OF_ADMINS:
                 _require_scope(viewer, "admin")
             reader = self.lake if name in _LAKE else self.files
             answer = await self._read(reader, name, request, viewer, None)
@@ -217,16 +228,25 @@ class _Console:
             viewer, _ = self._visit(request, form=form)
             _require_scope(viewer, scope)
             log.info("console: %s %s by %s", name, dict(request.path_params), viewer["name"])
-            return await self._read(self.actions, name, request, viewer, form)
+            reader = self.queries if name in _QUERIES else self.actions
+            if name == "export":
+                return await self._export(reader, request, viewer, form)
+            return await self._read(reader, name, request, viewer, form)
 
         return handle
 
     async def _read(
-        self, reader: Reader, name: str, request: Request, viewer: dict[str, Any], form: dict[str, str] | None
+        self,
+        reader: Reader,
+        name: str,
+        request: Request,
+        viewer: dict[str, Any],
+        form: dict[str, str] | None,
+        file: str = "",
     ) -> Response:
         query = dict(request.query_params)
         path = {key: str(value) for key, value in request.path_params.items()}
-        sent = {"page": name, "path": path, "query": query, "form": form, "viewer": viewer}
+        sent = {"page": name, "path": path, "query": query, "form": form, "viewer": viewer, "file": file}
         try:
             answer = await reader.read(sent, _who(viewer))
         except ReadFailed as error:
@@ -234,6 +254,19 @@ class _Console:
         if answer["location"] is not None:
             return _leads_to(answer["location"])
         return Response(answer["body"], answer["status"], media_type=answer["type"])
+
+    async def _export(self, reader: Reader, request: Request, viewer: dict[str, Any], form: dict[str, str]) -> Response:
+        """What a query gives, as a file that is gone when it has been sent, or when it can't be."""
+        file = await asyncio.to_thread(lambda: NamedTemporaryFile(prefix="millrace-export-"))  # noqa: SIM115
+        try:
+            answer = await self._read(reader, "export", request, viewer, form, file.name)
+        except BaseException:
+            file.close()
+            raise
+        if answer.status_code != 200:
+            file.close()
+            return answer
+        return _Download(file, f"query.{form['as']}", answer.media_type or "")
 
     async def _events(self, request: Request) -> Response:
         """The page Now, part by part as it changes, for a minute; the browser then asks again.
@@ -286,6 +319,26 @@ class _Console:
             return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_FIELDS))
         except ValueError as error:
             raise Problem(400, f"that is no form: {error}") from None
+
+
+class _Download(StreamingResponse):
+    """A temporary file, which is closed, and so removed, when it has been sent."""
+
+    def __init__(self, file: IO[bytes], name: str, media_type: str) -> None:
+        headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+        super().__init__(_pieces(file), media_type=media_type, headers=headers)
+        self.file = file
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.file.close()
+
+
+def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+    while piece := file.read(256 << 10):
+        yield piece
 
 
 class _Stream(StreamingResponse):

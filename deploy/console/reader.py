@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.config.root import child_environment
+from deploy.console.worker import LINE_BYTES
 from feedback.process_signals import stop_signals_blocked
 
 log = logging.getLogger(__name__)
 
 _START_S: Final = 120.0  # a busy machine's imports
-_LINE_BYTES: Final = 32 << 20
 _IDLE_S: Final = 600.0
 _WAIT_S: Final = 30.0  # for the requests before it
 _WAITING: Final = 32
@@ -114,7 +114,7 @@ class Reader:
                 *(sys.executable, "-P", "-m", "deploy.console.worker", str(self._snapshot), str(self._timeout_s)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                limit=_LINE_BYTES,
+                limit=LINE_BYTES,
                 env=child_environment(),
                 start_new_session=True,
             )

@@ -22,14 +22,19 @@ NAVIGATION: Final = (
     ("traffic", "Traffic", "/console/traffic", "t"),
     ("labels", "Label queue", "/console/labels", "l"),
     ("compare", "Compare", "/console/compare", "c"),
+    ("data", "Data", "/console/data", "d"),
     ("keys", "Keys", "/console/keys", "k"),
 )
 """(page, title, path, the key that opens it after g)."""
 
+OF_ADMINS: Final = frozenset({"compare_suites", "data", "keys"})
+"""Pages that show what is of all tenants."""
+
 
 def render(template: str, **values: Any) -> str:
     """A template's text. Whatever is put into it is escaped."""
-    return environment().get_template(f"{template}.html.jinja").render(navigation=NAVIGATION, **values)
+    shared = {"navigation": NAVIGATION, "of_admins": OF_ADMINS}
+    return environment().get_template(f"{template}.html.jinja").render(**shared, **values)
 
 
 @cache

@@ -52,7 +52,7 @@ def write_csv(rows: Rows, out: BinaryIO) -> None:
         writer = csv.writer(text)
         writer.writerow(rows.schema.names)
         for row in _values(rows.batches):
-            writer.writerow([_csv(value) for value in row.values()])
+            writer.writerow([plain_text(value) for value in row.values()])
     finally:
         text.detach()
 
@@ -110,7 +110,7 @@ def _values(batches: Iterator[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
 
 
 def _cell(value: Any) -> str:
-    text = "-" if value is None else _printable(_csv(value))
+    text = "-" if value is None else _printable(plain_text(value))
     return text if len(text) <= _CELL else text[: _CELL - 1] + "…"
 
 
@@ -119,7 +119,8 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def _csv(value: Any) -> str:
+def plain_text(value: Any) -> str:
+    """A value as a cell of CSV has it: null is empty, nested values are JSON."""
     if value is None:
         return ""
     if isinstance(value, str):

@@ -45,6 +45,10 @@ class QueryError(LakeError):
     """A query can't be run, or failed. One line, with the place in the query where DuckDB names one."""
 
 
+class QueryTimeoutError(QueryError):
+    """A query ran for longer than it may, and was stopped."""
+
+
 def run(
     lake: Lake,
     query: str,
@@ -53,16 +57,20 @@ def run(
     *,
     versions: Mapping[str, int] | None = None,
     timeout_s: float | None = None,
+    spill_limit: str | None = None,
 ) -> _T:
     """What ``take`` returns of the query's rows; it is called again, with all rows, if a vacuum interferes.
 
     The timeout ends the query, as does an exception that a signal raises in the calling thread. Views and ``versions``
-    are those of ``Lake.connect``. Raises QueryError, LakeError, and what ``take`` raises.
+    are those of ``Lake.connect``. ``spill_limit``: the most that the query may write to temporary files, as DuckDB has
+    sizes; by default what DuckDB takes, nearly all of the disk. Raises QueryError, LakeError, and what ``take`` raises.
     """
     running: list[duckdb.DuckDBPyConnection] = []
 
     def work(connection: duckdb.DuckDBPyConnection) -> _T:
         running[:] = [connection]
+        if spill_limit is not None:
+            connection.execute(f"SET max_temp_directory_size = {quoted(spill_limit)}")
         return _run(connection, lake, query, take)
 
     def read() -> None:
@@ -80,7 +88,7 @@ def run(
     except TimeoutError as error:
         if done.done():
             raise
-        raise QueryError(f"the query was stopped: it ran for {timeout_s:g} s (--timeout)") from error
+        raise QueryTimeoutError(f"the query was stopped: it ran for {timeout_s:g} s (--timeout)") from error
     finally:
         if not done.done():
             for connection in running:

@@ -358,7 +358,7 @@ class Lake:
         connection = connect(self.config.memory_limit, self.config.threads)
         try:
             for table, snapshot in snapshots.items():
-                rows = _unsealed(table, unsealed, snapshot) if table in with_journal else None
+                rows = unsealed_rows(table, unsealed, snapshot) if table in with_journal else None
                 create_view(connection, table, snapshot, rows, self.config.store_options, local=self.local)
             if "rewards" in snapshots:
                 connection.execute(CURRENT_REWARDS)
@@ -409,7 +409,7 @@ class Lake:
         return self.config.redact("; ".join(itertools.islice(filter(None, lines), 5)))
 
 
-def _unsealed(table: str, segments: list[tuple[Segment, pa.Table]], snapshot: DeltaTable) -> pa.Table:
+def unsealed_rows(table: str, segments: list[tuple[Segment, pa.Table]], snapshot: DeltaTable) -> pa.Table:
     """The rows of a table that the journal holds and the snapshot does not, with their partition's column."""
     fresh = [rows for segment, rows in segments if segment.name.table == table and not is_sealed(segment, snapshot)]
     rows = pa.concat_tables([TABLES[table].empty_table(), *fresh])

@@ -1,4 +1,4 @@
-"""GET /docs: Swagger UI, from files of this package; its page asks no other host for anything."""
+"""GET /docs: Swagger UI, from files of this package; its page asks no other host for anything. GET /: the way there."""
 
 from __future__ import annotations
 
@@ -7,16 +7,26 @@ from typing import Final
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from serve.http import page_headers
+from serve.http import json_response, page_headers
+from serve.middleware.keyring import CONSOLE
 
 _FOLDER: Final = Path(__file__).with_name("static")
 
 
-def install(app: FastAPI) -> None:
-    """Add the page and its files."""
+def install(app: FastAPI, *, console: bool) -> None:
+    """Add the page and its files, and what leads from / to the console or, without one, says where things are."""
+
+    async def start(request: Request) -> Response:
+        if console:
+            return RedirectResponse(f"{CONSOLE}/", 302)
+        return json_response(
+            {"documentation": "/docs", "openapi": "/openapi.json", "health": "/health", "ready": "/ready"}
+        )
+
+    app.add_route("/", start)
     app.add_route("/docs", _docs)
     app.mount("/docs/static", StaticFiles(directory=_FOLDER))
 

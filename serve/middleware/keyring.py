@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.5
 _REPEAT_S: Final = 60.0  # between two lines about a key file that stays unreadable
-_OPEN: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/static"})
+_OPEN: Final = frozenset({"/", "/health", "/ready", "/openapi.json", "/docs", "/docs/static"})
 CONSOLE: Final = "/console"
 """Below it are the console's pages, which let in by a session."""
 _NOBODYS_DIGEST: Final = bytes(32).hex()

@@ -1,6 +1,8 @@
 """Interactions of one tenant, from the lake and from the journal's rows that are not in it yet.
 
-A list is found in two steps: first which responses, by a scan of narrow columns, then all of those few.
+A list is found in two steps: first which responses, by a scan of narrow columns, then all of those few. The scan begins
+with the newest days, in which most lists are full already; what is said of a response comes after it, so that feedback
+and rewards of those days are all that it needs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import duckdb
 import pyarrow as pa
 
 from deploy.config.root import Settings
+from feedback.lake.open_lake import OpenLake
 from feedback.lake.tables import Lake
 
 _T = TypeVar("_T")
@@ -29,6 +32,10 @@ PERIODS: Final = {
 }
 _MEMORY: Final = "1GB"
 _THREADS: Final = 1
+_WINDOWS: Final = (1, 4, 16, 64, None)  # days back from the newest that can be in a list; then all
+
+_open: dict[tuple[str, Path], OpenLake] = {}
+"""The lakes that this process keeps open, by address and journal: the one of its settings."""
 
 _SHOWN: Final = """
 SELECT response_id, request_id, session_id, "user", endpoint, replica, variant, created_at, messages, prompt, response,
@@ -63,9 +70,10 @@ class Search:
     period: str | None = None
     before: tuple[datetime, str] | None = None
 
-    def where(self, tenant: str) -> tuple[str, dict[str, Any]]:
-        """The condition in SQL, and its parameters."""
-        terms, values = ["tenant = $tenant", "status <> 'imported'"], {"tenant": tenant}
+    def where(self, tenant: str, first: date) -> tuple[str, dict[str, Any]]:
+        """The condition in SQL, and its parameters, of responses from the day ``first`` on."""
+        terms = ["tenant = $tenant", "status <> 'imported'", "date >= $first"]
+        values: dict[str, Any] = {"tenant": tenant, "first": first}
 
         def add(term: str, **parameters: Any) -> None:
             terms.append(term)
@@ -89,37 +97,55 @@ class Search:
         for sign, bound in (("<=", self.reward_below), (">=", self.reward_above)):
             if bound is not None:
                 name = "below" if sign == "<=" else "above"
+                current = "SELECT response_id FROM rewards WHERE date >= $first GROUP BY response_id"
                 add(
-                    f"response_id IN (SELECT response_id FROM current_rewards WHERE reward {sign} ${name})",
-                    **{name: bound},
+                    f"response_id IN ({current} HAVING arg_max_null(reward, scored_at) {sign} ${name})", **{name: bound}
                 )
         if self.feedback in ("with", "without"):
             sense = "" if self.feedback == "with" else "NOT "
-            add(
-                f"{sense}EXISTS (FROM feedback f WHERE f.tenant = $tenant AND f.response_id = interactions.response_id)"
-            )
+            of_it = "f.tenant = $tenant AND f.date >= $first AND f.response_id = interactions.response_id"
+            add(f"{sense}EXISTS (FROM feedback f WHERE {of_it})")
         return " AND ".join(terms), values
-
-    @property
-    def tables(self) -> set[str]:
-        """The tables that the condition is on."""
-        rewards = {"rewards"} if self.reward_below is not None or self.reward_above is not None else set()
-        return {"interactions", *rewards, *({"feedback"} if self.feedback else ())}
 
 
 def read(settings: Settings, work: Callable[[duckdb.DuckDBPyConnection], _T]) -> _T:
     """What ``work`` returns of the views of all tables. Raises LakeError."""
+    lake, journal = sources(settings)
+    return _open.setdefault((lake.uri, journal), OpenLake(lake, journal)).read(work)
+
+
+def sources(settings: Settings) -> tuple[Lake, Path]:
+    """The lake, within the bounds of a page, and the folder of the journal."""
     resolved = settings.resolved().feedback
     config = resolved.lake.model_copy(update={"memory_limit": _MEMORY, "threads": _THREADS})
-    return Lake(config.uri, config).read(work, Path(resolved.journal.folder))
+    return Lake(config.uri, config), Path(resolved.journal.folder)
 
 
 def found(connection: duckdb.DuckDBPyConnection, tenant: str, search: Search) -> list[dict[str, Any]]:
     """The newest ``PAGE`` + 1 interactions that a search finds, whole, with feedback and reward."""
-    where, values = search.where(tenant)
-    order = f"ORDER BY created_at DESC, response_id DESC LIMIT {PAGE + 1}"
-    query = f"SELECT response_id, date FROM interactions WHERE {where} {order}"
-    return whole(connection, tenant, connection.execute(query, values).fetchall())
+    return whole(connection, tenant, newest(connection, tenant, search, PAGE + 1))
+
+
+def newest(
+    connection: duckdb.DuckDBPyConnection, tenant: str, search: Search, count: int, more: str = "true", **values: Any
+) -> list[tuple[str, Any]]:
+    """The ids and dates of the newest ``count`` interactions that a search finds and for which ``more``, SQL, holds."""
+    last = datetime.now(UTC).date() if search.before is None else search.before[0].date()
+    since = datetime.now(UTC) - PERIODS[search.period] if search.period in PERIODS else None
+    found, until = list[tuple[str, Any]](), date.max
+    for days in _WINDOWS:
+        first = date.min if days is None else date.fromordinal(max(1, last.toordinal() - days))
+        where, parameters = search.where(tenant, first)
+        query = (
+            f"SELECT response_id, date FROM interactions WHERE {where} AND date < $until AND ({more}) "
+            "ORDER BY created_at DESC, response_id DESC LIMIT $count"
+        )
+        bounds = {"until": until, "count": count - len(found)}
+        found += connection.execute(query, parameters | values | bounds).fetchall()
+        if len(found) == count or (since is not None and first < since.date()):
+            break
+        until = first
+    return found
 
 
 def whole(connection: duckdb.DuckDBPyConnection, tenant: str, ids: list[tuple[str, Any]]) -> list[dict[str, Any]]:

@@ -14,12 +14,16 @@ class NotThere(Exception):
 
 @dataclass(frozen=True)
 class Visit:
-    """``viewer``: tenant, name, scopes, token, address, keys (whether one is needed); ``form``: None to look only."""
+    """``viewer``: tenant, name, scopes, token, address, keys (whether one is needed); ``form``: None to look only.
+
+    ``file``: where a page writes what is to be downloaded.
+    """
 
     path: dict[str, str]
     query: dict[str, str]
     form: dict[str, str] | None
     viewer: dict[str, Any]
+    file: str = ""
 
     @property
     def tenant(self) -> str:

@@ -1,8 +1,9 @@
-// Small line charts: [{title, x, y, low?, high?, bar?, time?}], drawn by uPlot in the page's own colours.
+// Small charts: [{title, x, y, low?, high?, bar?, time?, labels?}], drawn by uPlot in the page's own colours; bars where x has labels.
 import uPlot from "./vendor/uPlot.esm.js";
 
 const HEIGHT = 130;
 const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 9 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 3 });
 const drawn = new WeakMap();
 
 export function draw(element, charts) {
@@ -20,11 +21,15 @@ function one(figure, chart) {
   const caption = figure.appendChild(document.createElement("figcaption"));
   caption.append(chart.title);
   const last = caption.appendChild(document.createElement("b"));
-  const show = (value) => { last.textContent = value == null ? "" : Number(value.toPrecision(3)).toString(); };
+  const show = (value, at) => {
+    const of = chart.labels && at != null ? `${chart.labels[at]}: ` : "";
+    last.textContent = value == null ? "" : `${of}${Math.abs(value) < 1000 ? Number(value.toPrecision(3)) : Math.round(value).toLocaleString("en")}`;
+  };
   show(chart.y.at(-1));
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const banded = Boolean(chart.low);
-  const series = [{}, { stroke: colour("--accent"), width: 1.75, points: { show: chart.x.length < 40, size: 4 } }];
+  const series = [{}, { stroke: colour("--accent"), width: 1.75, points: { show: !chart.labels && chart.x.length < 40, size: 4 } }];
+  if (chart.labels) Object.assign(series[1], { paths: uPlot.paths.bars({ size: [0.7, 60] }), fill: `color-mix(in srgb, ${colour("--accent")} 35%, transparent)` });
   const data = [chart.x, chart.y];
   if (banded) {
     series.push({ stroke: "transparent", points: { show: false } }, { stroke: "transparent", points: { show: false } });
@@ -36,9 +41,9 @@ function one(figure, chart) {
     width: figure.clientWidth, height: HEIGHT, series, padding: [10, 14, 0, 0],
     legend: { show: false }, cursor: { y: false, points: { size: 6 } },
     bands: banded ? [{ series: [2, 3], fill: `color-mix(in srgb, ${colour("--accent")} 16%, transparent)` }] : [],
-    scales: { x: { time: Boolean(chart.time) } },
-    axes: [{ ...axis, size: 26, grid: { show: false }, space: 64, ...(chart.time ? { values: times } : { incrs: WHOLE }) }, { ...axis, size: 46, space: 32 }],
-    hooks: { setCursor: [(u) => show(u.cursor.idx == null ? chart.y.at(-1) : chart.y[u.cursor.idx])] },
+    scales: { x: { time: Boolean(chart.time), ...(chart.labels && { range: [-0.6, chart.x.length - 0.4] }) }, ...(chart.labels && { y: { range: (_, low, high) => uPlot.rangeNum(Math.min(0, low), Math.max(0, high), 0.1, true) } }) },
+    axes: [{ ...axis, size: 26, grid: { show: false }, space: 64, ...(chart.labels ? { incrs: WHOLE, values: (_, marks) => marks.map((mark) => chart.labels[mark]?.slice(0, 10) ?? "") } : chart.time ? { values: times } : chart.fractions ? {} : { incrs: WHOLE }) }, { ...axis, size: 46, space: 32, values: (_, marks) => marks.map((mark) => compact.format(mark)) }],
+    hooks: { setCursor: [(u) => show(u.cursor.idx == null ? chart.y.at(-1) : chart.y[u.cursor.idx], u.cursor.idx)] },
   }, data, figure);
   plot.root.setAttribute("role", "img");
   plot.root.setAttribute("aria-label", `${chart.title}: ${chart.x.length} points, the last is ${last.textContent}`);

@@ -10,13 +10,13 @@ async function choose(choice) {
   if (!item || busy) return;
   busy = true;
   item.classList.add("waiting");
-  const { first, second, firstPolicy, secondPolicy } = item.dataset;
+  const { first, second } = item.dataset;
   const [better, worse] = choice === "second" ? [second, first] : [first, second];
   try {
     if (choice !== "neither") await post("/feedback", { response_id: better, rejected_response_id: worse, kind: "preference", source: queue.dataset.who });
     seen.push([first, second].sort().join("~"));
-    queue.innerHTML = await part(`/console/compare/next?skipped=${encodeURIComponent(seen.slice(-200).join(","))}`);
-    const whose = firstPolicy === secondPolicy ? `Both were policy ${firstPolicy}'s.` : `The first was policy ${firstPolicy}'s, the second policy ${secondPolicy}'s.`;
+    queue.innerHTML = await part(`/console/compare/next?skipped=${encodeURIComponent(seen.slice(-200).join(","))}&chosen=${encodeURIComponent(`${first}~${second}`)}`);
+    const whose = document.getElementById("whose")?.textContent ?? "";
     outcome.textContent = choice === "neither" ? `Skipped. ${whose}` : `Recorded: the ${choice} is better. ${whose}`;
   } catch (error) {
     outcome.textContent = error.message;

@@ -3,7 +3,7 @@ import { part, post } from "./api.js";
 import { refresh } from "./console.js";
 
 const queue = document.getElementById("queue"), outcome = document.getElementById("outcome");
-const seen = [];
+const seen = [], scale = queue.dataset.scale;
 let busy = false;
 
 async function vote(value) {
@@ -12,10 +12,10 @@ async function vote(value) {
   busy = true;
   item.classList.add("waiting");
   try {
-    if (value !== "skip") await post("/feedback", { response_id: item.dataset.id, kind: "thumb", value: Number(value), source: queue.dataset.who });
+    if (value !== "skip") await post("/feedback", { response_id: item.dataset.id, ...(scale ? { kind: "rating", name: scale } : { kind: "thumb" }), value: Number(value), source: queue.dataset.who });
     seen.push({ id: item.dataset.id, html: queue.innerHTML });
-    queue.innerHTML = await part(`/console/labels/next?order=${queue.dataset.order}&skipped=${seen.map((one) => one.id).slice(-200).join(",")}`);
-    outcome.textContent = value === "skip" ? "Skipped." : value === "1" ? "Recorded: good." : "Recorded: bad.";
+    queue.innerHTML = await part(`/console/labels/next?order=${queue.dataset.order}&scale=${encodeURIComponent(scale)}&skipped=${seen.map((one) => one.id).slice(-200).join(",")}`);
+    outcome.textContent = value === "skip" ? "Skipped." : scale ? `Recorded: ${value}.` : value === "1" ? "Recorded: good." : "Recorded: bad.";
     refresh(queue);
   } catch (error) {
     outcome.textContent = error.message;
@@ -35,7 +35,8 @@ const keys = { ArrowUp: "1", 1: "1", ArrowDown: "0", 2: "0", ArrowRight: "skip",
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select")) return;
   if (event.key === "ArrowLeft") { event.preventDefault(); back(); }
-  if (event.key in keys) { event.preventDefault(); vote(keys[event.key]); }
+  const value = scale && event.key !== "ArrowRight" ? queue.querySelector(`[data-vote="${CSS.escape(event.key)}"]`)?.dataset.vote : keys[event.key];
+  if (value) { event.preventDefault(); vote(value); }
 });
 queue.addEventListener("click", (event) => { const button = event.target.closest("[data-vote]"); if (button) vote(button.dataset.vote); });
 queue.disabled = false; // nothing is judged before this can hear it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -161,6 +162,49 @@ def test_keys_judge_in_the_label_queue_and_lead_to_pages(visitor: Visitor, site:
     assert [(vote["kind"], vote["value"]) for vote in feedback_on(site, response)] == [("thumb", 0.0)]
 
 
+def test_digits_rate_in_the_label_queue(visitor: Visitor, site: Site) -> None:
+    page = visitor.page
+    response = site.generate("ann", "9+8=")
+    visitor.log_in("ann")
+    page.goto(f"{site.url}/console/labels?scale=stars")
+    expect(page.locator("#queue:enabled")).to_be_attached()
+    expect(page.locator("#item")).to_have_attribute("data-id", response)
+    page.keyboard.press("9")  # is no star
+    page.keyboard.press("4")
+    expect(page.locator("#outcome")).to_have_text("Recorded: 4.")
+    expect(page.locator("#item")).not_to_have_attribute("data-id", response)
+    assert [(vote["kind"], vote["value"]) for vote in feedback_on(site, response)] == [("rating", 4.0)]
+
+
+def test_a_query_is_written_run_plotted_saved_and_exported(visitor: Visitor, site: Site) -> None:
+    page = visitor.page
+    visitor.log_in("ops")
+    page.keyboard.press("g")
+    page.keyboard.press("d")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Data")
+    hostile = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
+    quoted = hostile.replace("'", "''")
+    page.locator("textarea").fill(f"SELECT i AS n, i * i AS square, '{quoted}' AS said FROM range(5) t(i)")
+    page.keyboard.press("Control+Enter")
+    rows = page.locator("table.result tbody tr")
+    expect(rows).to_have_count(5)
+    expect(rows.last.locator("td")).to_have_text(["4", "16", hostile])
+    expect(page.locator(".charts.results .u-over")).to_have_count(1)
+    assert page.title() == "Data · Millrace"
+    page.get_by_label("Name").fill("Squares")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("status")).to_have_text("Saved as Squares.")
+    page.goto(f"{site.url}/console/data")
+    page.get_by_role("link", name="Squares").click()
+    expect(page.locator("textarea")).to_have_value(re.compile("AS square"))
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export CSV").click()
+    assert download.value.suggested_filename == "query.csv"
+    assert Path(download.value.path()).read_text().splitlines()[2].startswith("1,1,")
+    page.get_by_role("button", name="Delete Squares").click()
+    expect(page.get_by_role("link", name="Squares")).to_have_count(0)
+
+
 def test_of_two_unnamed_answers_the_choice_is_a_preference(visitor: Visitor, site: Site) -> None:
     page = visitor.page
     site.generate("ann", "8+1=", n=3, temperature=1.5)
@@ -221,11 +265,23 @@ def test_no_page_is_wider_than_its_window_and_its_text_can_be_read(
         "traffic",
         f"traffic/{site.responses[0]}",
         "labels",
+        "labels?scale=stars",
         "compare",
+        "compare/suites",
+        "data",
         "keys",
     ):
         page.goto(f"{site.url}/console/{name}")
-        page.screenshot(path=tmp_path / f"{name.replace('/', '-') or 'now'}.png", full_page=True)
+        if name == "data":  # with a table, a plot and a saved query
+            page.locator("textarea").fill(
+                "SELECT created_at, len(response_token_ids) AS tokens, len(prompt) AS characters, prompt, response "
+                "FROM interactions ORDER BY 1"
+            )
+            page.get_by_label("Name").fill("Lengths")
+            page.get_by_role("button", name="Save").click()
+            page.get_by_role("button", name="Run").click()
+            expect(page.locator(".u-over").first).to_be_attached()
+        page.screenshot(path=tmp_path / f"{re.sub('[^a-z0-9]', '-', name) or 'now'}.png", full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name
         assert page.evaluate(CONTRAST) == [], name
     context.close()

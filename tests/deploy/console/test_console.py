@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import re
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import date
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,9 +25,12 @@ from starlette.routing import Mount
 from deploy import initialise
 from deploy.config.root import Settings
 from deploy.console.app import _own_path, _Stream, create
-from deploy.console.pages.compare import _PAIR
+from deploy.console.pages import labels
+from deploy.console.pages.compare import _PAIR, stored
+from deploy.console.pages.visit import Answer
 from deploy.console.reader import Reader, ReadFailed
-from deploy.console.worker import respond
+from deploy.console.worker import LINE_BYTES, respond, serve
+from deploy.console.worker import PAGES as PAGES_OF_WORKER
 from evaluation.decisions.ledger import MOVES
 from evaluation.results import Sample
 from serve.app import create_app
@@ -42,6 +48,8 @@ PAGES = [
     "/console/traffic",
     "/console/labels",
     "/console/compare",
+    "/console/compare/suites",
+    "/console/data",
     "/console/keys",
 ]
 VIEWER = {"tenant": "t", "name": "n", "scopes": ["read"], "token": "x", "keys": True}
@@ -228,6 +236,130 @@ def test_held_out_prompts_which_may_be_any_tenants_are_shown_to_admins_alone(set
         )
 
 
+def test_answers_to_a_suite_are_shown_of_any_two_policies_with_the_scores_they_got(settings: Settings) -> None:
+    def sample(name: str, candidate: str, score: float | None) -> Sample:
+        of = {"candidate": candidate, "incumbent": "three", "candidate_score": score, "incumbent_score": 0.5}
+        return Sample(id=name, prompt=HOSTILE, answer="4", **of)
+
+    folder = settings.path(settings.evaluation.folder)
+    later = {"created_at": "2026-11-22T00:00:00.000+00:00"}
+    evaluation(samples=(sample("1", "five", 1.0), sample("2", HOSTILE, None))).save(folder)
+    evaluation(candidate=policy(6), samples=(sample("1", "six", 0.25), sample("3", "x", 0.0)), **later).save(folder)
+    request = {"page": "compare_suites", "path": {}, "form": None, "viewer": VIEWER | {"scopes": ["read", "admin"]}}
+    newest = respond(settings, request | {"query": {}}).body
+    assert "2 items that both answered" in newest
+    assert "policy 6 · score 0.25" in newest
+    two = respond(settings, request | {"query": {"a": "5", "b": "6"}}).body
+    assert "1 item that both answered" in two
+    assert re.findall(r"score ([\d.–]+)</small><p class=\"said\">(\w+)", two) == [("1", "five"), ("0.25", "six")]
+    for query in ({"a": "5", "b": "3"}, {"a": HOSTILE, "suite": HOSTILE}):
+        page = respond(settings, request | {"query": query})
+        assert (page.status, Markup(page.body).inline, "<script>alert" in page.body) == (200, [], False)
+    other = policy(6).model_copy(update={"sha256": "f" * 64})  # which had that number in a home before
+    kept = stored([evaluation(candidate=policy(6), **later), evaluation(candidate=other)])
+    assert [list(answers) for answers in kept.values()] == [["6", "3", "6 (ffffffff)"]]
+
+
+def test_held_out_answers_side_by_side_are_for_admins_alone(site: Site) -> None:
+    with site.client("ann") as ann:
+        assert ann.get("/console/compare/suites").status_code == 403
+        assert "compare/suites" not in ann.get("/console/compare").text
+
+
+def test_no_page_names_a_pairs_policies_before_the_choice(site: Site) -> None:
+    site.generate("ann", "6+1=", n=3, temperature=1.5)
+    with site.client("ann") as ann:
+        page = ann.get("/console/compare").text
+        found = re.search(r'id="item" data-first="([^"]+)" data-second="([^"]+)">', page)
+        assert found is not None
+        pair = page[found.start() :]
+        assert "olicy 1" not in pair.replace("message policy", "")
+        assert "Both were policy 1" in ann.get(f"/console/compare/next?chosen={found[1]}~{found[2]}").text
+        assert "policy 1&#39;s" not in ann.get(f"/console/compare/next?chosen={found[1]}~{site.others}").text
+
+
+def test_labellers_agreement_counts_the_last_thumb_of_each_person(site: Site) -> None:
+    def thumb(response: str, source: str, value: int) -> None:
+        body = {"response_id": response, "kind": "thumb", "value": value, "source": source}
+        headers = {"X-API-Key": site.secrets["raters"]}
+        assert httpx.post(f"{site.url}/feedback", json=body, headers=headers, timeout=60).status_code == 201
+
+    site.make_key("raters", "read", "generate", "feedback", tenant="raters")
+    with site.client("raters") as client:
+        assert "None has thumbs of two people" in client.get("/console/labels/agreement").text
+        responses = [site.generate("raters", f"{number}+0=") for number in range(6)]
+        # 0 1 0 0 1 | 1 1 0 0 1, of which the first changes its mind; nobody's name is no second person's.
+        first, second = (0, 1, 0, 0, 1), (1, 1, 0, 0, 1)
+        thumb(responses[0], "ann", 1)
+        for response, one, other in zip(responses, first, second, strict=False):
+            thumb(response, "ann", one)
+            thumb(response, "bob", other)
+        thumb(responses[5], "ann", 1)
+        thumb(responses[5], "user", 0)
+        labels_of = {"page": "labels_agreement", "path": {}, "query": {}, "form": None}
+        page = respond(site.settings, labels_of | {"viewer": VIEWER | {"tenant": "raters"}}).body
+    # Ten thumbs, five of each: one response of five differs, of which chance would let 5·5·2/(10·9) = 5/9 differ.
+    assert "6 of 6 responses have a judgement" in page
+    assert "5 have thumbs of two people" in page
+    assert f"+{1 - (1 / 5) / (5 / 9):.3f}" in page
+    assert labels._counted
+
+
+def test_a_judge_is_set_against_people_and_a_viewer_meets_no_response_twice() -> None:
+    with duckdb.connect(config={"threads": 1}) as lake:
+        lake.execute(
+            "CREATE TABLE interactions AS SELECT 'r'||i AS response_id, DATE '2026-01-01' AS date, 'acme' AS tenant, "
+            "'complete' AS status FROM range(5) t(i)"
+        )
+        lake.execute(
+            "CREATE TABLE feedback AS SELECT 'r'||i AS response_id, 'bob' AS source, 'thumb' AS kind, 1.0 AS value, "
+            "'acme' AS tenant, now() AS created_at, DATE '2026-01-01' AS date FROM range(4) t(i)"
+        )
+        lake.execute("INSERT INTO feedback VALUES ('r3', 'ann', 'comment', NULL, 'acme', now(), '2026-01-01')")
+        lake.execute(
+            "CREATE TABLE rewards AS SELECT 'r'||i AS response_id, i / 10 AS reward, "
+            "MAP {'judge': i / 4} AS components, now() AS scored_at FROM range(5) t(i)"
+        )
+        lake.execute("INSERT INTO rewards SELECT 'r0', 9, MAP {'judge': 0.9}, now() + INTERVAL 1 SECOND")
+        values = {"tenant": "acme", "passed": ["r9"], "count": 10}
+        judge = lake.execute(labels._JUDGE, values | {"who": "ann"}).fetchall()
+        assert [name for name, _ in judge] == ["r1", "r2", "r0"]  # of r0 the judge says 0.9 by now
+        lake.execute("DELETE FROM feedback WHERE response_id <> 'r2'")
+        low = lake.execute(labels._LOW, values | {"most": 100}).fetchall()
+        assert [name for name, _ in low] == ["r1", "r3", "r4", "r0"]
+        assert len(lake.execute(labels._RANDOM, values | {"passed": ["r1"]}).fetchall()) == 3
+
+
+def test_what_goes_wrong_is_in_the_log_and_its_number_on_the_page(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(settings: Settings, visit: Any) -> Any:
+        raise ValueError("a path, or a prompt of others")
+
+    def large(settings: Settings, visit: Any) -> Any:
+        return Answer("x" * (LINE_BYTES + 1))
+
+    monkeypatch.setitem(PAGES_OF_WORKER, "now", fail)
+    request = {"page": "now", "path": {}, "query": {}, "form": None, "viewer": VIEWER}
+    answer = respond(settings, request)
+    number = re.search(r"as error (\w+)\.", answer.body)
+    assert (answer.status, "a path" in answer.body) == (500, False)
+    assert number is not None
+    assert f"error {number[1]}" in caplog.text
+    assert "a path, or a prompt of others" in caplog.text
+    monkeypatch.setitem(PAGES_OF_WORKER, "now", large)
+    answers = io.StringIO()
+    serve(settings, 60, io.StringIO(json.dumps(request) + "\n"), answers)
+    shown = json.loads(answers.getvalue().splitlines()[1])
+    assert (shown["status"], "more than the 32 MiB" in shown["body"]) == (413, True)
+
+
+def test_the_root_leads_to_the_console(site: Site) -> None:
+    with site.client() as client:
+        answer = client.get("/")
+        assert (answer.status_code, answer.headers["Location"]) == (302, "/console/")
+
+
 def test_a_search_finds_by_each_field_and_says_what_is_no_number(site: Site) -> None:
     with site.client("ann") as client:
         for query, count in (
@@ -399,6 +531,7 @@ def test_odd_queries_are_answered_in_the_page(site: Site) -> None:
         for query in (
             "before=x",
             "before=2026-01-01T00:00:00%2B00:00~x",
+            "before=0001-01-02T00:00:00%2B00:00~x",
             "policy=99999999999999999999",
             "reward_above=nan",
             "reward_below=inf",
@@ -591,13 +724,14 @@ def test_many_answers_to_one_prompt_and_many_choices_leave_a_pair_that_nobody_ch
         )
         lake.execute(
             "CREATE TABLE feedback AS SELECT 'r'||i AS response_id, 'r'||(i+1) AS rejected_response_id, "
-            "'acme' AS tenant, 'preference' AS kind FROM range(4999) t(i)"
+            "'acme' AS tenant, 'preference' AS kind, DATE '2026-01-01' AS date FROM range(4999) t(i)"
         )
+        values = {"tenant": "acme", "most": 5000, "first": date.min}
         end = threading.Timer(30, lake.interrupt)  # as long as a page may take
         end.start()
         try:
             skipped: list[str] = []
-            while found := lake.execute(_PAIR, {"tenant": "acme", "skipped": skipped, "most": 5000}).fetchone():
+            while found := lake.execute(_PAIR, values | {"skipped": skipped}).fetchone():
                 skipped.append(f"{found[0]}~{found[2]}")
         finally:
             end.cancel()

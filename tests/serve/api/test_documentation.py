@@ -32,6 +32,14 @@ async def test_the_page_names_files_of_this_server_alone_and_all_are_there(tmp_p
         assert (await http.get("/redoc")).status_code == 404
 
 
+async def test_the_root_says_where_things_are_and_they_are_there(tmp_path: Path) -> None:
+    async with client(tmp_path) as http:
+        found = (await http.get("/")).json()
+        assert set(found) == {"documentation", "openapi", "health", "ready"}
+        for path in found.values():
+            assert (await http.get(path)).status_code in (200, 503)
+
+
 @pytest.mark.parametrize(
     "path", ["../documentation.py", "..%2fdocumentation.py", "%2e%2e/%2e%2e/app.py", "/etc/passwd"]
 )

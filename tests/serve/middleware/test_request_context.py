@@ -270,11 +270,19 @@ async def test_a_route_wants_a_key_with_its_scope(
 async def test_every_route_is_in_that_list_or_open(locked: Open) -> None:
     paths = {path.replace("/some", "/{model}").replace("/1", "/{number}") for _, path, _ in ROUTES}
     found = {getattr(route, "path", "") for route in locked.app.routes}
-    assert found - paths == {"/health", "/ready", "/docs", "/docs/static", "/openapi.json"}
+    assert found - paths == {"/", "/health", "/ready", "/docs", "/docs/static", "/openapi.json"}
 
 
 async def test_health_docs_and_what_is_not_there_want_no_key(locked: Open) -> None:
-    for path, code in (("/health", 503), ("/ready", 503), ("/docs", 200), ("/openapi.json", 200), ("/nothing", 404)):
+    open_to_all = (
+        ("/", 200),
+        ("/health", 503),
+        ("/ready", 503),
+        ("/docs", 200),
+        ("/openapi.json", 200),
+        ("/nothing", 404),
+    )
+    for path, code in open_to_all:
         for headers in ({}, bearer("nonsense")):
             assert (await locked.http.get(path, headers=headers)).status_code == code, path
 

@@ -1,0 +1,8 @@
+// The page Data: Ctrl+Enter runs the query, and what runs says so.
+const form = document.getElementById("query"), run = document.getElementById("run");
+
+form.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); form.requestSubmit(run); }
+});
+form.addEventListener("submit", (event) => { if (event.submitter === run) run.textContent = "Running…"; });
+addEventListener("pageshow", () => { run.textContent = "Run"; });
