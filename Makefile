@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint docs bench-capture bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
+.PHONY: help setup demo test test-cluster lint docs bench-capture bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -32,6 +32,9 @@ JOBS ?= 2
 
 test: setup      ## run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-cluster: setup ## a fleet and a training on two nodes of Ray, one of which is killed; needs root: about 10 minutes
+	$(BIN)/python -m pytest -m cluster -s tests/loop/test_cluster.py $(ARGS)
 
 lint: setup docs ## style, types, the layers of the house, and the links of the documentation
 	$(BIN)/ruff check .

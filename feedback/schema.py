@@ -90,6 +90,9 @@ REWARDS: Final = pa.schema(
 
 TABLES: Final[dict[str, pa.Schema]] = {"interactions": INTERACTIONS, "feedback": FEEDBACK, "rewards": REWARDS}
 
+SCHEMA_VERSION: Final = 1
+"""Of these tables. A changed column needs the next one, and a step of ``feedback/lake/upgrade.py`` that leads to it."""
+
 IMPORTED: Final = "imported"
 """The status of an interaction that no policy of ours sampled: texts of a set of others (feedback/exchange/imports.py).
 

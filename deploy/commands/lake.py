@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from deploy.commands.maintenance import compact, erase, maintain, retain, vacuum
+from deploy.commands.maintenance import compact, erase, maintain, retain, upgrade, vacuum
 from deploy.commands.query import sql, stats
 
 lake = click.Group(
     "lake",
-    commands=[sql, stats, compact, vacuum, retain, erase, maintain],
+    commands=[sql, stats, compact, vacuum, retain, erase, maintain, upgrade],
     help="Look into the lake, and keep it in order.",
 )

@@ -1,4 +1,4 @@
-"""lake compact, vacuum, retain, erase, maintain: what keeps the lake in order."""
+"""lake compact, vacuum, retain, erase, maintain, upgrade: what keeps the lake in order."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from deploy.supervise.children import stop_on_signals
 
 if TYPE_CHECKING:
     from deploy.loop.lineage import Trained
+    from feedback.lake.upgrade import Upgraded
     from feedback.maintenance.maintain import Compacted, Retained, Vacuumed
     from train.run.unfinished import Stores
 
@@ -68,6 +69,38 @@ def retain(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
             forget_gone(lake, settings.path(settings.evaluation.folder) / FOLDER, click.echo)
     _print_retained(done, dry_run)
     write_result(asdict(done), json_out)
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@json_out
+@pass_settings
+def upgrade(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
+    """Take the tables of an older Millrace to this one's schema.
+
+    A server may be up meanwhile. Interrupted or killed, run it again: it goes on where it was.
+    """
+    from feedback.lake.tables import NoLakeError
+    from feedback.lake.upgrade import upgrade as upgrade_lake
+
+    lake = settings.lake()
+    with stop_on_signals():
+        try:
+            done = list(upgrade_lake(lake, dry_run=True))
+        except NoLakeError:
+            click.echo(f"there is no lake at {lake.uri}: the server makes it when it starts")
+            return
+        if dry_run:
+            for step in done:
+                _print_upgraded(step, "would be taken")
+        elif done:
+            with audited(settings, "lake.upgrade") as outcome:
+                for step in upgrade_lake(lake):
+                    _print_upgraded(step, "taken")
+                    outcome.result[step.table] = step.to
+    if not done:
+        click.echo("the lake has this Millrace's schema already")
+    write_result({"upgraded": [asdict(step) for step in done]}, json_out)
 
 
 @click.command()
@@ -297,6 +330,11 @@ def _print_vacuumed(done: dict[str, Vacuumed], dry_run: bool) -> None:
         if dry_run:
             for path in (*result.replaced, *result.orphans):
                 click.echo(f"  {path}")
+
+
+def _print_upgraded(step: Upgraded, taken: str) -> None:
+    changes = "".join(f"; {change}" for change in step.changes)
+    click.echo(f"{step.table}: {taken} to schema version {step.to}{changes}")
 
 
 def _print_retained(done: Retained, dry_run: bool) -> None:

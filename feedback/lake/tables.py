@@ -26,12 +26,15 @@ from feedback.lake.data_files import Store, TableFiles, data_files, dates
 from feedback.lake.delta_log import drop_torn_commits, make_log_durable
 from feedback.lake.views import CURRENT_REWARDS, connect, create_view, is_file_gone, unreadable_features
 from feedback.process_exit import skip_teardown
-from feedback.schema import TABLES, TIME_COLUMN
+from feedback.schema import SCHEMA_VERSION, TABLES, TIME_COLUMN
 
 log = logging.getLogger(__name__)
 
 _PARTITION: Final = pa.field("date", pa.date32(), nullable=False)
 _REPLACEMENT: Final = "lake.replacement"  # the application id that every replacement of files moves on
+
+VERSION_PROPERTY: Final = "millrace.schemaVersion"
+"""The Delta property with a table's schema version, which its commits take along."""
 
 COMMIT_HOOKS: Final = PostCommitHookProperties(cleanup_expired_logs=False)
 """A commit must not remove log entries behind a checkpoint that is not durable yet; ``vacuum`` does, when it is."""
@@ -50,6 +53,10 @@ class LakeError(RuntimeError):
 
 class NoLakeError(LakeError):
     """There is no lake yet."""
+
+
+class LakeVersionError(LakeError):
+    """Another release of Millrace made the tables, or their columns, as they are."""
 
 
 class LakeFileGoneError(LakeError):
@@ -74,10 +81,10 @@ class Lake:
             raise LakeError(f"lake folder {self.uri!r}: deltalake can't use a path with '%' in it; choose another")
 
     def create(self) -> None:
-        """Make the tables, and the columns of older ones, that are missing; on a local disk, repair a torn log.
+        """Make the tables that are missing; on a local disk, repair a torn log.
 
         An object store writes an object whole or not at all, so that nothing is torn there; of several that make a
-        table at once the store lets one do it.
+        table at once the store lets one do it. Raises LakeError, and LakeVersionError for tables of another schema.
         """
         for table, schema in TABLES.items():
             folder = Path(self.table_uri(table))
@@ -91,14 +98,14 @@ class Lake:
                     self._create_table(table, schema)
                 except (DeltaError, OSError) as error:
                     try:
-                        self.table(table, readable=False)  # another replica may have created it at this moment
+                        self.open(table)  # another replica may have created it at this moment
                     except LakeError:
-                        text = self._error_text(error)
+                        text = self.error_text(error)
                         raise LakeError(f"table {self.table_uri(table)} can't be created: {text}") from error
                 if self.local:
                     make_log_durable(folder, -1, 0)
                     fsync_path(folder)
-                self._add_columns(table, schema)
+                self.table(table, readable=False)
 
     def _create_table(self, table: str, schema: pa.Schema) -> None:
         DeltaTable.create(
@@ -106,34 +113,15 @@ class Lake:
             Schema.from_arrow(schema.append(_PARTITION)),
             mode="ignore",
             partition_by=["date"],
-            configuration=dict(self.properties()),
+            configuration={**self.properties(), VERSION_PROPERTY: str(SCHEMA_VERSION)},
+            raise_if_key_not_exists=False,  # a property of ours is none that deltalake knows
             storage_options=self.config.store_options or None,
             # Of two that make the table at once the second would otherwise give it another identity, as version 1.
             commit_properties=CommitProperties(max_commit_retries=0),
         )
 
-    def _add_columns(self, table: str, schema: pa.Schema) -> None:
-        """Add the columns that a table of an older Millrace lacks, in one commit; its rows have nulls there."""
-        snapshot = self.table(table, readable=False)
-        known = {field.name for field in snapshot.schema().fields}
-        if not (missing := [field for field in schema if field.name not in known]):
-            return
-        before = snapshot.version()
-        try:
-            snapshot.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)
-        except (DeltaError, OSError) as error:
-            snapshot = self.table(table, readable=False)  # another replica may have added them at this moment
-            known = {field.name for field in snapshot.schema().fields}
-            if lacking := [field.name for field in missing if field.name not in known]:
-                text = self._error_text(error)
-                raise LakeError(
-                    f"table {self.table_uri(table)} can't be given the column {lacking[0]}: {text}"
-                ) from error
-        self.make_durable(table, snapshot, since=before)
-        log.info("table %s has new columns: %s", table, ", ".join(field.name for field in missing))
-
     def properties(self) -> dict[str, str]:
-        """The Delta properties of the tables."""
+        """The properties of the tables that Delta knows."""
         kept = f"interval {self.config.vacuum_hours} hours"
         return {
             "delta.enableChangeDataFeed": "true",  # other readers can follow what is new by it
@@ -157,21 +145,42 @@ class Lake:
     def table(self, table: str, version: int | None = None, *, readable: bool = True) -> DeltaTable:
         """One table as it is, or as it was at a version.
 
-        Raises LakeError if there is none, or, unless ``readable`` is False (it is only appended to), if another writer
-        switched on what makes its files alone not its rows.
+        Raises LakeError if there is none, LakeVersionError if it is to be upgraded or another Millrace is needed (at a
+        ``version`` it may be older than the schema: columns that came later are null), or, unless ``readable`` is False
+        (it is only appended to), LakeError if another writer switched on what makes its files alone not its rows.
         """
+        snapshot = self.open(table, version)
+        found = schema_version(snapshot)
+        if found > SCHEMA_VERSION:
+            raise LakeVersionError(
+                f"table {self.table_uri(table)} was made by a newer Millrace: it has schema version {found}, and this "
+                f"Millrace knows {SCHEMA_VERSION}; install the newer one here too"
+            )
+        if found < SCHEMA_VERSION and version is None:
+            raise LakeVersionError(
+                f"table {self.table_uri(table)} was made by an older Millrace: it has schema version {found}, and this "
+                f"Millrace needs {SCHEMA_VERSION}; run `millrace lake upgrade`"
+            )
+        if readable and (features := unreadable_features(snapshot)):
+            raise LakeError(
+                f"table {self.table_uri(table)} uses {', '.join(features)}, which another writer switched on and "
+                "Millrace can't read; rewrite the table without it"
+            )
+        return snapshot
+
+    def open(self, table: str, version: int | None = None) -> DeltaTable:
+        """A table whatever its schema version, for ``upgrade``; others use ``table``. Raises LakeError."""
         if table not in TABLES:
             raise LakeError(f"no table {table!r}; there are {', '.join(TABLES)}")
-        for attempt in range(1, _OPEN_ATTEMPTS + 1):
+        for attempt in itertools.count(1):
             try:
-                snapshot = DeltaTable(
+                return DeltaTable(
                     self.table_uri(table), version=version, storage_options=self.config.store_options or None
                 )
-                break
             except TableNotFoundError as error:
                 raise NoLakeError(f"no lake at {self.uri}: {error}; Lake.create makes one") from error
             except OSError as error:  # deltalake has tried several times
-                raise LakeError(f"table {self.table_uri(table)} can't be read: {self._error_text(error)}") from error
+                raise LakeError(f"table {self.table_uri(table)} can't be read: {self.error_text(error)}") from error
             except DeltaError as error:
                 # The log may have been tidied up between the listing and the reading of it.
                 if version is None and attempt < _OPEN_ATTEMPTS:
@@ -180,12 +189,7 @@ class Lake:
                 at = "" if version is None else f" at version {version}"
                 text = self.config.redact(str(error))
                 raise LakeError(f"table {self.table_uri(table)}{at} can't be read: {text}") from error
-        if readable and (features := unreadable_features(snapshot)):
-            raise LakeError(
-                f"table {self.table_uri(table)} uses {', '.join(features)}, which another writer switched on and "
-                "Millrace can't read; rewrite the table without it"
-            )
-        return snapshot
+        raise AssertionError("unreachable")
 
     def versions(self) -> dict[str, int]:
         """The Delta version of every table."""
@@ -403,10 +407,18 @@ class Lake:
         advice = f"{which} can't be read any more; take a later version" if which else "read again"
         return LakeFileGoneError(f"{self.uri}: a file was removed by a vacuum ({str(error).splitlines()[0]}): {advice}")
 
-    def _error_text(self, error: Exception) -> str:
+    def error_text(self, error: Exception) -> str:
         """An object store's error in one line: it comes as a coloured tree."""
         lines = (re.sub(r"\x1b\[[0-9;]*m|↳", "", line).strip() for line in str(error).splitlines())
         return self.config.redact("; ".join(itertools.islice(filter(None, lines), 5)))
+
+
+def schema_version(snapshot: DeltaTable) -> int:
+    """The schema version of a table; 0 for one that is older than these versions. Raises LakeVersionError."""
+    text = snapshot.metadata().configuration.get(VERSION_PROPERTY) or "0"
+    if not text.isdecimal():
+        raise LakeVersionError(f"{snapshot.table_uri}: {VERSION_PROPERTY} is {text!r}, which is no number")
+    return int(text)
 
 
 def unsealed_rows(table: str, segments: list[tuple[Segment, pa.Table]], snapshot: DeltaTable) -> pa.Table:

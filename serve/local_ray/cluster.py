@@ -113,7 +113,12 @@ def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
 
 def loopback_sockets() -> dict[str, str]:
     """Variables by which gloo and NCCL listen on loopback alone."""
-    names = [name for name, found in psutil.net_if_addrs().items() if any(each.address == LOOPBACK for each in found)]
+    return sockets_on(LOOPBACK)
+
+
+def sockets_on(address: str) -> dict[str, str]:
+    """Variables by which gloo and NCCL listen on this machine's interface with an address; none if it has none."""
+    names = [name for name, found in psutil.net_if_addrs().items() if any(each.address == address for each in found)]
     return {f"{library}_SOCKET_IFNAME": names[0] for library in ("GLOO", "NCCL")} if names else {}
 
 

@@ -14,6 +14,7 @@ import torch
 
 from feedback import fork_server
 from feedback.process_signals import stop_signals_blocked
+from serve.local_ray.cluster import sockets_on
 from train.config.placement import Strategy
 from train.controller.dispatch import Layout
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
@@ -30,6 +31,11 @@ class Host(Workers):
 
     def __init__(self, rank: int, ranks: int, threads: int, gpus: int) -> None:
         super().__init__()
+        import ray
+
+        # Left to itself gloo listens where the machine's name leads, which on many machines is loopback.
+        for name, interface in sockets_on(ray.util.get_node_ip_address()).items():
+            os.environ.setdefault(name, interface)
         # Ray shows a rank its own GPU alone, which is then number 0 to it.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0" if gpus else str(rank))
         torch.set_num_threads(threads)

@@ -28,6 +28,7 @@ from feedback.config import JournalConfig
 from feedback.events import FeedbackIn
 from feedback.journal.codec import to_batch
 from feedback.journal.writer import Journal
+from feedback.lake import tables
 from feedback.lake.erasure_registry import register
 from feedback.lake.tables import Lake
 from feedback.maintenance import erasure
@@ -87,7 +88,7 @@ def run(settings: Settings, capsys: pytest.CaptureFixture[str]) -> Callable[...,
     return run_lake
 
 
-@pytest.mark.parametrize("command", ["compact", "vacuum", "retain", "erase", "maintain"])
+@pytest.mark.parametrize("command", ["compact", "vacuum", "retain", "erase", "maintain", "upgrade"])
 def test_every_command_has_help(command: str, run: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
@@ -103,6 +104,27 @@ def test_compact_says_what_it_merged(lake: Lake, run: Callable[..., tuple[int, s
     assert "interactions: 2 small files became 1 (2 rows" in out
     assert json.loads(file.read_text())["interactions"]["rows"] == 2
     assert "interactions: 0 small files became 0" in run("compact")[1]
+
+
+def test_upgrade_says_what_it_does_and_other_commands_name_it(
+    settings: Settings, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "the server makes it when it starts" in run("upgrade")[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "SCHEMA_VERSION", 0)
+        settings.lake().create()
+    code, _, err = run("stats")
+    assert code == 1
+    assert "made by an older Millrace" in err
+    assert "`millrace lake upgrade`" in err
+    assert run("upgrade", "--dry-run")[1].splitlines()[0] == "interactions: would be taken to schema version 1"
+    code, out, _ = run("upgrade")
+    assert code == 0
+    assert out.splitlines() == [f"{table}: taken to schema version 1" for table in TABLES]
+    [entry] = AuditLog(settings.path(settings.serve.audit)).entries()
+    assert entry.action == "lake.upgrade"
+    assert run("upgrade")[1] == "the lake has this Millrace's schema already\n"
+    assert run("stats")[0] == 0
 
 
 def test_dry_runs_remove_nothing(lake: Lake, run: Callable[..., tuple[int, str, str]]) -> None:

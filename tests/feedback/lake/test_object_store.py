@@ -20,10 +20,13 @@ from feedback.ingest.seal import seal
 from feedback.ingest.sealer_process import Sealer
 from feedback.journal.segment import list_segments
 from feedback.journal.writer import Journal
+from feedback.lake import tables
 from feedback.lake.data_files import StoredFile, data_files
 from feedback.lake.tables import Lake, LakeConflictError, LakeError
+from feedback.lake.upgrade import upgrade
 from feedback.maintenance.erasure import Target, erase, finish_erasures
 from feedback.maintenance.maintain import compact, maintain, retain, vacuum
+from feedback.schema import TABLES
 from feedback.scoring.run import score
 from tests.object_store import serving
 
@@ -77,6 +80,24 @@ def test_a_lake_is_made_by_several_at_once_and_again(options):
     lakes[0].create()
     assert lakes[0].versions() == {"interactions": 0, "feedback": 0, "rewards": 0}
     assert lakes[0].counts() == {"interactions": 0, "feedback": 0, "rewards": 0}
+
+
+def test_an_older_lake_is_upgraded_once_by_several_at_once(options, monkeypatch):
+    uri = f"s3://bucket/lake{next(_numbers)}"
+    lakes = [Lake(uri, LakeConfig(storage_options=options)) for _ in range(4)]
+    with monkeypatch.context() as patch:
+        columns = [field for field in TABLES["interactions"] if field.name not in ("experiment", "propensity")]
+        patch.setitem(TABLES, "interactions", pa.schema(columns))
+        patch.setattr(tables, "SCHEMA_VERSION", 0)
+        lakes[0].create()
+        put(lakes[0], "interactions", [interaction("old")])
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda lake: list(upgrade(lake)), lakes))
+    put(lakes[0], "interactions", [interaction("new", experiment=3)])
+    with lakes[0].connect() as connection:
+        query = "SELECT response_id, experiment, propensity FROM interactions ORDER BY 1"
+        assert connection.sql(query).fetchall() == [("new", 3, None), ("old", None, None)]
+    assert lakes[0].open("interactions").version() == 4  # created, a row, the columns, the stamp, a row: each once
 
 
 def test_a_bucket_that_is_not_there_is_named(options):
