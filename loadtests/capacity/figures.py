@@ -89,7 +89,7 @@ def levels(account: Rows) -> list[Level]:
     by_start = sorted(account, key=lambda row: row["at"] - row["ms"] / 1e3)
     groups = [list(rows) for _, rows in groupby(by_start, key=lambda row: row["users"])]
     starts = [rows[0]["at"] - rows[0]["ms"] / 1e3 for rows in groups]
-    ends = [*starts[1:], max((row["at"] for row in account), default=0.0)]
+    ends = [*starts[1:], max((row["at"] for row in account), default=0.0)][: len(groups)]
     return [_level(rows, start, end) for rows, start, end in zip(groups, starts, ends, strict=True)]
 
 
@@ -196,14 +196,13 @@ def limited_by(samples: Rows, level: Level, *, cores: int) -> list[str]:
     if commits and (commit := increase("commit_ms") / commits) > 100:
         found.append(f"the disk: a commit of the journal took {commit:.0f} ms")
     machine = [sample["machine_busy"] for sample in during if "machine_busy" in sample]
-    if machine and statistics.fmean(machine) > FULL:
-        other = max(
-            0.0, statistics.fmean(machine) * cores - sum(busy("cpu_s", role) for role in _roles(during)) - users
-        )
+    used = statistics.fmean(machine) if machine else 0.0
+    if used > FULL:
+        other = max(0.0, used * cores - sum(busy("cpu_s", role) for role in _roles(during)) - users)
+        whose = "by what else runs here, without which it may hold more" if other > cores / 2 else "by the load test"
         found.append(
-            f"the machine's processors: {statistics.fmean(machine):.0%} of {cores} cores in use (cores used: "
-            f"{engine:.2f} by the engine, {api:.2f} by the API process, {users:.2f} by the users, "
-            f"{other:.2f} by what else runs)"
+            f"the machine's processors: {used:.0%} of {cores} cores in use, most of that {whose} (cores: {engine:.2f} "
+            f"the engine, {api:.2f} the API process, {users:.2f} the users, {other:.2f} what else runs)"
         )
     elif engine > FULL:
         found.append(f"the engine: it used {engine:.2f} cores, and nothing waited")

@@ -69,6 +69,7 @@ class Observer:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(3 * TIMEOUT_S)
+        self.samples.append(self._sample())
         self._http.close()
 
 

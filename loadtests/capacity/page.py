@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -49,12 +49,24 @@ figure{margin:.8rem 0}svg{width:100%;height:auto;font-family:inherit}.bad{color:
 """
 
 
+class Timeline(NamedTuple):
+    """start: in seconds of Unix time; swaps: when, likewise, and to which policy."""
+
+    start: float
+    seconds: float
+    swaps: Sequence[tuple[float, int]]
+
+    def minute(self, at: float) -> float:
+        return (at - self.start) / 60
+
+
 @mpl.rc_context(STYLE)
 def page(title: str, found: dict[str, Any], account: Rows, samples: Rows) -> str:
     """The page. found: what ``figures.summary`` found."""
     limits = Limits(**found["limits"])
     start = min((row["at"] - row["ms"] / 1e3 for row in account), default=0.0)
-    marks = [((one["at"] - start) / 60, one["policy"]) for one in found["swaps"]]
+    seconds = max((row["at"] for row in account), default=start + 1) - start
+    time = Timeline(start, seconds, [(one["at"], one["policy"]) for one in found["swaps"]])
     problems = "".join(f"<li>{escape(one)}</li>" for one in found["problems"])
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -62,12 +74,12 @@ def page(title: str, found: dict[str, Any], account: Rows, samples: Rows) -> str
         f'<div class="answer{"" if found["passed"] else " failed"}">{_answer(found)}</div>',
         f"<p>Not passed:</p><ul>{problems}</ul>" if problems else "",
         "<h2>Times of answers</h2>",
-        _figure("Times of answers", marks, lambda axes: _times(axes, account, start, limits)),
+        _figure("Times of answers", time, lambda axes: _times(axes, time, account, limits)),
         "<h2>Users, answers and errors</h2>",
-        _figure("Users, answers and errors", marks, lambda axes: _throughput(axes, account, start)),
+        _figure("Users, answers and errors", time, lambda axes: _throughput(axes, time, account)),
         _levels(found),
-        *_server(samples, start, marks),
-        _memory(found, samples, start, marks, limits),
+        *_server(time, samples),
+        _memory(time, samples, found),
         _routes(found),
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
@@ -85,18 +97,18 @@ def _answer(found: dict[str, Any]) -> str:
     where = f"It breaks at <b>{breaks}</b>." if breaks else f"It did not break at {most}, the most there were."
     limited = "; ".join(map(escape, found["limited_by"]))
     whole = "Limited by" if breaks else f"At {most} users, used most"
-    swapped = f"<br>{len(found['swaps'])} swaps of policies came meanwhile: violet lines." if found["swaps"] else ""
+    swaps = len(found["swaps"])
+    swapped = f"<br>Swaps of policies meanwhile, the violet lines: {swaps}." if swaps else ""
     return f"Holds <b>{found['holds_users']} users</b>: {bound}. {where}<br>{whole}: {limited}.{swapped}"
 
 
-def _times(axes: Axes, account: Rows, start: float, limits: Limits) -> None:
+def _times(axes: Axes, time: Timeline, account: Rows, limits: Limits) -> None:
     answers = [row for row in account if row["kind"] == "generate" and row["ok"]]
     rows = {"whole answer": [(row["at"], row["ms"] / 1e3) for row in answers]}
     rows["first token"] = [(row["at"], row["first_ms"] / 1e3) for row in answers if "first_ms" in row]
-    seconds = max((row["at"] for row in account), default=start) - start
     for colour, (name, each) in zip(MARKS, rows.items(), strict=False):
         for percent, line in ((95, "-"), (50, ":")):
-            at, values = _binned(each, start, seconds, percent)
+            at, values = _binned(each, time, percent)
             if at:
                 axes.plot(at, values, line, color=colour, label=f"{name}, p{percent}")
     axes.axhline(limits.p95, color=BAD, linewidth=1, linestyle="--", label=f"limit on p95, {limits.p95:g} s")
@@ -104,19 +116,18 @@ def _times(axes: Axes, account: Rows, start: float, limits: Limits) -> None:
     axes.set_ylim(bottom=0)
 
 
-def _throughput(axes: Axes, account: Rows, start: float) -> None:
-    by_time = sorted((row["at"] - row["ms"] / 1e3 - start, row["users"]) for row in account)
-    axes.step([at / 60 for at, _ in by_time], [users for _, users in by_time], where="post", color=MUTED, label="users")
-    seconds = max((row["at"] for row in account), default=start) - start
-    width = max(seconds / BINS, 1.0)
-    edges = np.arange(0, seconds + width, width)
+def _throughput(axes: Axes, time: Timeline, account: Rows) -> None:
+    by_time = sorted((time.minute(row["at"] - row["ms"] / 1e3), row["users"]) for row in account)
+    axes.step(*_columns(by_time), where="post", color=MUTED, label="users")
+    width = max(time.seconds / BINS, 1.0)
+    edges = np.arange(0, time.seconds + width, width)
     for name, ok, colour in (("answers per second", True, MARKS[0]), ("errors per second", False, BAD)):
-        counts = np.histogram([row["at"] - start for row in account if row["ok"] is ok], edges)[0] / width
+        counts = np.histogram([row["at"] - time.start for row in account if row["ok"] is ok], edges)[0] / width
         axes.plot((edges[:-1] + width / 2) / 60, counts, color=colour, label=name)
     axes.set_ylim(bottom=0)
 
 
-def _server(samples: Rows, start: float, marks: list[tuple[float, int]]) -> list[str]:
+def _server(time: Timeline, samples: Rows) -> list[str]:
     if not any("codes" in sample for sample in samples):
         return [
             '<h2>Server</h2><p class="muted">Its /metrics could not be read: what it was limited by is not known.</p>'
@@ -124,12 +135,12 @@ def _server(samples: Rows, start: float, marks: list[tuple[float, int]]) -> list
 
     def queue(axes: Axes) -> None:
         for name, colour in (("running", MARKS[0]), ("waiting", BAD)):
-            points = [((one["at"] - start) / 60, one[name]) for one in samples if name in one]
+            points = [(time.minute(one["at"]), one[name]) for one in samples if name in one]
             axes.plot(*_columns(points), color=colour, label=f"responses {name}")
         axes.set_ylim(bottom=0)
 
     def shares(axes: Axes) -> None:
-        cache = [((one["at"] - start) / 60, one["kv_cache"]) for one in samples if "kv_cache" in one]
+        cache = [(time.minute(one["at"]), one["kv_cache"]) for one in samples if "kv_cache" in one]
         axes.plot(*_columns(cache), color=MARKS[3], label="KV cache, share in use")
         busy = {
             "API process, cores": rates(samples, "api_cpu_s"),
@@ -141,27 +152,26 @@ def _server(samples: Rows, start: float, marks: list[tuple[float, int]]) -> list
         }
         for (name, each), colour in zip(busy.items(), (*MARKS[:3], MUTED), strict=True):
             if any(value for _, value in each):
-                seconds = samples[-1]["at"] - samples[0]["at"]
-                at, values = _binned(each, start, seconds, 50)
+                at, values = _binned(each, time, 50)
                 axes.plot(at, values, color=colour, label=name)
         axes.set_ylim(bottom=0)
 
     return [
         "<h2>The engine's queue</h2>",
-        _figure("Responses that run and wait", marks, queue),
+        _figure("Responses that run and wait", time, queue),
         "<h2>What is in use</h2>",
-        _figure("KV cache and processors", marks, shares),
+        _figure("KV cache and processors", time, shares),
     ]
 
 
-def _memory(found: dict[str, Any], samples: Rows, start: float, marks: list[tuple[float, int]], limits: Limits) -> str:
+def _memory(time: Timeline, samples: Rows, found: dict[str, Any]) -> str:
     if not found["memory_by_process"]:
         return ""
 
     def draw(axes: Axes) -> None:
         known = [one for one in samples if "memory" in one]
         for colour, role in zip(MARKS, found["memory_by_process"], strict=False):
-            points = [((one["at"] - start) / 60, one["memory"].get(role, 0) / 2**20) for one in known]
+            points = [(time.minute(one["at"]), one["memory"].get(role, 0) / 2**20) for one in known]
             axes.plot(*_columns(points), color=colour, label=role)
         axes.set_ylabel("MiB (PSS)")
         axes.set_ylim(bottom=0)
@@ -173,8 +183,10 @@ def _memory(found: dict[str, Any], samples: Rows, start: float, marks: list[tupl
     table = (
         f"<table><tr><th>Process</th><th>After warm-up, MiB</th><th>At the end</th><th>Growth</th></tr>{rows}</table>"
     )
-    words = f"<p>It grew by {found['memory_growth']:.2%} after warm-up; a soak allows {limits.growth:.1%}.</p>"
-    return f"<h2>Memory of the server</h2>{words}{_figure('Memory by process', marks, draw)}{table}"
+    words = (
+        f"<p>It grew by {found['memory_growth']:.2%} after warm-up; a soak allows {found['limits']['growth']:.1%}.</p>"
+    )
+    return f"<h2>Memory of the server</h2>{words}{_figure('Memory by process', time, draw)}{table}"
 
 
 def _levels(found: dict[str, Any]) -> str:
@@ -207,14 +219,12 @@ def _s(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _binned(
-    points: Sequence[tuple[float, float]], start: float, seconds: float, percent: float
-) -> tuple[list[float], list[float]]:
-    """A percentile of the values in each of BINS equal times; minutes from the start, and values."""
+def _binned(points: Sequence[tuple[float, float]], time: Timeline, percent: float) -> tuple[list[float], list[float]]:
+    """A percentile of the values in each of BINS equal times: minutes, and values."""
     bins: dict[int, list[float]] = {}
-    width = max(seconds / BINS, 1.0)
+    width = max(time.seconds / BINS, 1.0)
     for at, value in points:
-        bins.setdefault(int((at - start) / width), []).append(value)
+        bins.setdefault(int((at - time.start) / width), []).append(value)
     return [(i + 0.5) * width / 60 for i in sorted(bins)], [percentile(bins[i], percent) or 0.0 for i in sorted(bins)]
 
 
@@ -222,18 +232,18 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _figure(label: str, swaps: list[tuple[float, int]], draw: Any) -> str:
+def _figure(label: str, time: Timeline, draw: Callable[[Axes], None]) -> str:
     """A picture over time, with a line where another policy began to serve."""
     figure = Figure(figsize=(10.6, 3.0), layout="constrained")
     axes = figure.subplots()
     draw(axes)
-    for at, policy in swaps:
-        axes.axvline(at, color=MARKS[3], linewidth=1.2, alpha=0.8)
-        words = {"color": MARKS[3], "fontsize": 9, "ha": "left", "va": "bottom"}
-        axes.annotate(f" policy {policy}", (at, 1), xycoords=("data", "axes fraction"), annotation_clip=False, **words)
+    for at, policy in time.swaps:
+        axes.axvline(time.minute(at), color=MARKS[3], linewidth=1.2, alpha=0.8)
+        words = {"color": MARKS[3], "fontsize": 9, "ha": "left", "va": "top"}
+        axes.annotate(f" policy {policy}", (time.minute(at), 1), xycoords=("data", "axes fraction"), **words)
     axes.set_xlabel("minutes")
-    axes.set_xlim(left=0)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.set_xlim(0, time.seconds / 60)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5)
     FigureCanvasSVG(figure)
     out = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": label}):  # ids must differ between the pictures of a page
