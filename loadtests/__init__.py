@@ -1,7 +1,10 @@
 """Load, faults and benchmarks from outside: they speak HTTP and the command line, and import nothing of the product.
 
-For several of them: ``server`` (runs ``millrace``), ``tiny_model`` (a random model that starts in seconds), ``load`` (a
-closed loop of cheap HTTP clients), ``users`` (simulated users, by locust), ``turns`` (training jobs that take turns),
+How many users a server holds: ``locustfile`` (simulated users, also by hand), ``capacity`` (``make loadtest``:
+thresholds, a page, the soak).
+
+For several of them: ``server`` (runs ``millrace``), ``tiny_model`` (a random model that starts in seconds),
+``closed_loop`` (HTTP clients that cost next to nothing, for benchmarks), ``turns`` (training jobs that take turns),
 ``paired`` (ratios of alternating turns, with intervals).
 
 What must hold: ``crash`` (kills servers and commands, counts what was lost), ``fuzz`` (requests that nobody should

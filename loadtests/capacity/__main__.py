@@ -42,7 +42,7 @@ PROFILES: Final = {
 SHAPES: Final = ("steady", "ramp", "spike", "soak")
 CONTEXT: Final = 2048
 STOP_S: Final = 60
-SETTINGS: Final = {"serve.engine.kv_cache_bytes": str(256 << 20)}
+SETTINGS: Final = {"serve.engine.kv_cache_bytes": str(64 << 20)}
 
 
 def main() -> None:

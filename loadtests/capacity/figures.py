@@ -126,16 +126,16 @@ def capacity(found: Sequence[Level], limits: Limits) -> tuple[int, Level | None]
     return holds, breaks
 
 
-def growth(samples: Rows) -> Growth | None:
-    """Of the server's memory after warm-up; None where it is not known, or of too few samples."""
-    known = [sample for sample in samples if "memory" in sample]
+def growth(samples: Rows, kind: str = "memory") -> Growth | None:
+    """Of the server's memory, or its ``pss``, after warm-up; None where it is not known, or of too few samples."""
+    known = [sample for sample in samples if kind in sample]
     if len(known) < 5:
         return None
     start, seconds = known[0]["at"], known[-1]["at"] - known[0]["at"]
 
     def median(low: float, high: float) -> dict[str, float]:
-        some = [s["memory"] for s in known if low <= (s["at"] - start) / seconds <= high]
-        some = some or [known[round(low * (len(known) - 1))]["memory"]]
+        some = [s[kind] for s in known if low <= (s["at"] - start) / seconds <= high]
+        some = some or [known[round(low * (len(known) - 1))][kind]]
         roles = {role for one in some for role in one}
         return {role: statistics.median(one.get(role, 0) for one in some) for role in sorted(roles)}
 
@@ -251,6 +251,7 @@ def summary(account: Rows, samples: Rows, shape: str, limits: Limits, *, hold: i
         "failed": sum(errors.values()),
         "errors": dict(errors.most_common(20)),
         "memory_growth": grown.share if grown else None,
+        "pss_growth": pss.share if (pss := growth(samples, "pss")) else None,
         "memory_by_process": grown.by_process if grown else None,
         "swaps": [{"at": when, "policy": policy} for when, policy in swaps(samples)],
         "levels": [asdict(level) for level in found],

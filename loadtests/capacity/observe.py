@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -57,7 +58,9 @@ class Observer:
             processes = dict(_by_role(self._server))
             sample["cpu_s"] = _sums((role, _processor_seconds(one)) for one, role in processes.items())
             if time.monotonic() >= self._memory_due:
-                sample["memory"] = _sums((role, _memory(one)) for one, role in processes.items())
+                sizes = [(role, _memory(one)) for one, role in processes.items()]
+                for kind in ("memory", "pss"):
+                    sample[kind] = _sums((role, size[kind]) for role, size in sizes)
                 self._memory_due = time.monotonic() + MEMORY_EVERY_S
         return sample
 
@@ -134,15 +137,18 @@ def _processor_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def _memory(process: psutil.Process) -> int:
-    """PSS in bytes: what is shared by several processes counts once in all."""
+def _memory(process: psutil.Process) -> dict[str, int]:
+    """Bytes of a process, of which pages that several share count once in all: all of them (``pss``), and without
+    mapped files (``memory``), whose share falls and rises as other programs map the same libraries."""
     try:
-        return int(process.memory_full_info().pss)
-    except psutil.Error:
-        return 0
+        text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    except OSError:  # it has ended, or is another user's
+        return {"pss": 0, "memory": 0}
+    kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in text.splitlines()[1:])}
+    return {"pss": kib["Pss"] * 1024, "memory": (kib["Pss"] - kib["Pss_File"]) * 1024}
 
 
-def _sums(pairs: Iterator[tuple[str, float]]) -> dict[str, float]:
+def _sums(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
     for role, value in pairs:
         total[role] += value

@@ -173,7 +173,7 @@ def _memory(time: Timeline, samples: Rows, found: dict[str, Any]) -> str:
         for colour, role in zip(MARKS, found["memory_by_process"], strict=False):
             points = [(time.minute(one["at"]), one["memory"].get(role, 0) / 2**20) for one in known]
             axes.plot(*_columns(points), color=colour, label=role)
-        axes.set_ylabel("MiB (PSS)")
+        axes.set_ylabel("MiB")
         axes.set_ylim(bottom=0)
 
     rows = "".join(
@@ -184,7 +184,8 @@ def _memory(time: Timeline, samples: Rows, found: dict[str, Any]) -> str:
         f"<table><tr><th>Process</th><th>After warm-up, MiB</th><th>At the end</th><th>Growth</th></tr>{rows}</table>"
     )
     words = (
-        f"<p>It grew by {found['memory_growth']:.2%} after warm-up; a soak allows {found['limits']['growth']:.1%}.</p>"
+        f"<p>Without mapped files, shared pages counted once, it grew by {found['memory_growth']:.2%} after warm-up; "
+        f"a soak allows {found['limits']['growth']:.1%}.</p>"
     )
     return f"<h2>Memory of the server</h2>{words}{_figure('Memory by process', time, draw)}{table}"
 
