@@ -236,7 +236,7 @@ def _named(status: int, reply: Any) -> str:
         cause = reply.error
         return f"no answer within {ANSWER_TIMEOUT_S:g} s" if isinstance(cause, TimeoutError) else f"no answer: {cause}"
     try:
-        problem = json.loads(reply.stream.read() or b"{}")
+        problem = json.loads(reply.content or b"{}")
         detail = problem.get("detail") or problem.get("title") or problem["error"]["message"]
     except (ValueError, LookupError, TypeError, AttributeError, *FAILURE_EXCEPTIONS):
         return str(status)
@@ -256,7 +256,7 @@ def read(kind: str, body: dict[str, Any]) -> Answer:
 
 def read_stream(lines: Any, answer: Answer) -> Iterator[str]:
     """The texts of a stream as they come, its ids into ``answer``. Raises Failed if it has no regular end."""
-    answer.texts, event = [""], ""
+    answer.texts, event, ended = [""], "", False
     while line := lines.readline(b"\n"):
         name, _, data = bytes(line).decode().strip().partition(": ")
         if name == "event":
@@ -264,20 +264,22 @@ def read_stream(lines: Any, answer: Answer) -> Iterator[str]:
         if name != "data":
             continue
         if data == "[DONE]":
-            return
+            ended = True  # and on to the end of the body, so that the connection can be used again
+            continue
         body = json.loads(data)
         if event == "error" or "error" in body:
             raise Failed(f"the stream ended with an error: {body.get('title') or body['error']['message']}")
         if event == "done":
             whole = read("generate", body)
             answer.ids, answer.policy_version, answer.tokens = whole.ids, whole.policy_version, whole.tokens
+            ended = True
         elif event == "delta":
             yield body["text"]
         else:
             answer.ids = [body["id"]]
             answer.tokens = (body.get("usage") or {"completion_tokens": 0})["completion_tokens"]
             yield from (choice["delta"].get("content") or "" for choice in body["choices"])
-    if event != "done":
+    if not ended:
         raise Failed("the stream broke off")
 
 

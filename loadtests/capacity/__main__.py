@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,7 @@ SETTINGS: Final = {"serve.engine.kv_cache_bytes": str(64 << 20)}
 
 def main() -> None:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the users and the server end with this
     out: Path = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     with serving(options.option, out) as (url, server):

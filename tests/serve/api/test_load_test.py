@@ -17,9 +17,7 @@ SLOW = ["--p95", "60", "--first-token", "60"]
 LONGEST_S = 240
 
 
-def test_a_load_test_counts_what_the_server_recorded_and_fails_by_its_thresholds(
-    server: LiveServer, tmp_path: Path
-) -> None:
+def test_a_load_test_counts_what_the_server_recorded_and_names_what_fails(server: LiveServer, tmp_path: Path) -> None:
     out = tmp_path / "out"
     code, said = load_test(server, out, "--profile", "stream", "--seconds", "4", *SLOW)
     assert (code, said["passed"], said["failed"], said["problems"]) == (0, True, 0, [])
@@ -35,9 +33,11 @@ def test_a_load_test_counts_what_the_server_recorded_and_fails_by_its_thresholds
     assert "Holds <b>4 users</b>" in page
     assert "http://" not in page.replace("http://www.w3.org/", "")
 
-    code, said = load_test(server, tmp_path / "strict", "--profile", "mixed", "--seconds", "2", "--p95", "0.0001")
-    assert (code, said["passed"], said["breaks_at_users"]) == (1, False, 4)
-    assert any("p95" in problem for problem in said["problems"])
+    code, said = load_test(
+        server, tmp_path / "refused", "--profile", "generate", "--seconds", "2", "--max-tokens", "5000"
+    )
+    assert (code, said["passed"], said["holds_users"], said["breaks_at_users"]) == (1, False, 0, 4)
+    assert said["errors"] == {"/generate: 422 max_tokens: #### is more than the #### allowed": said["requests"]}
 
 
 def load_test(server: LiveServer, out: Path, *options: str) -> tuple[int, dict[str, Any]]:
