@@ -33,6 +33,7 @@ from locust.env import Environment
 
 GENERATE: Final = "/generate"
 CHAT: Final = "/v1/chat/completions"
+KEY: Final = os.environ.get("KEY")
 SHAPES: Final = ("steady", "ramp", "spike", "soak")
 RAMP_STEPS: Final = 8
 SPIKE: Final = 4
@@ -150,7 +151,7 @@ class Visitor(FastHttpUser):
     abstract = True
     network_timeout = ANSWER_TIMEOUT_S
     connection_timeout = 10.0
-    default_headers = {"X-API-Key": key} if (key := os.environ.get("KEY")) else None
+    default_headers = {"X-API-Key": KEY} if KEY else None
 
     def wait_time(self) -> float:
         return self.environment.random.uniform(0.5, 1.5) * self.environment.parsed_options.pace

@@ -240,8 +240,14 @@ def _figure(label: str, time: Timeline, draw: Callable[[Axes], None]) -> str:
     draw(axes)
     for at, policy in time.swaps:
         axes.axvline(time.minute(at), color=MARKS[3], linewidth=1.2, alpha=0.8)
-        words = {"color": MARKS[3], "fontsize": 9, "ha": "left", "va": "top"}
-        axes.annotate(f" policy {policy}", (time.minute(at), 1), xycoords=("data", "axes fraction"), **words)
+        axes.annotate(
+            f" policy {policy}",
+            (time.minute(at), 1),
+            xycoords=("data", "axes fraction"),
+            va="top",
+            color=MARKS[3],
+            fontsize=9,
+        )
     axes.set_xlabel("minutes")
     axes.set_xlim(0, time.seconds / 60)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5)
