@@ -38,6 +38,8 @@ SHAPES: Final = ("steady", "ramp", "spike", "soak")
 RAMP_STEPS: Final = 8
 SPIKE: Final = 4
 """How many times as many users as before and after it."""
+BURST: Final = 0.1
+"""Share of a soak in which users don't wait, so that what the largest batches need is allocated then."""
 DEFAULT_SECONDS: Final = 300
 ANSWER_TIMEOUT_S: Final = 60.0
 LONGEST_SESSION: Final = 5
@@ -154,6 +156,9 @@ class Visitor(FastHttpUser):
     default_headers = {"X-API-Key": KEY} if KEY else None
 
     def wait_time(self) -> float:
+        options, shape = self.environment.parsed_options, self.environment.shape_class
+        if options.shape == "soak" and shape and shape.get_run_time() < BURST * (options.run_time or DEFAULT_SECONDS):
+            return 0.0
         return self.environment.random.uniform(0.5, 1.5) * self.environment.parsed_options.pace
 
     def on_start(self) -> None:

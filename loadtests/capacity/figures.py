@@ -84,17 +84,18 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     return sorted(values)[math.ceil(len(values) * percent / 100) - 1] if values else None
 
 
-def levels(account: Rows) -> list[Level]:
-    """The account by levels of users, in order of time, each without the seconds in which it settles."""
+def levels(account: Rows, settling_s: float = SETTLING_S) -> list[Level]:
+    """The account by levels of users, in order of time: errors of all of it, times without what it takes to settle,
+    at most SETTLING_SHARE of the level."""
     by_start = sorted(account, key=lambda row: row["at"] - row["ms"] / 1e3)
     groups = [list(rows) for _, rows in groupby(by_start, key=lambda row: row["users"])]
     starts = [rows[0]["at"] - rows[0]["ms"] / 1e3 for rows in groups]
     ends = [*starts[1:], max((row["at"] for row in account), default=0.0)][: len(groups)]
-    return [_level(rows, start, end) for rows, start, end in zip(groups, starts, ends, strict=True)]
+    return [_level(rows, start, end, settling_s) for rows, start, end in zip(groups, starts, ends, strict=True)]
 
 
-def _level(rows: Rows, start: float, end: float) -> Level:
-    settled = start + min(SETTLING_S, SETTLING_SHARE * (end - start))
+def _level(rows: Rows, start: float, end: float, settling_s: float) -> Level:
+    settled = start + min(settling_s, SETTLING_SHARE * (end - start))
     kept = [row for row in rows if row["at"] - row["ms"] / 1e3 >= settled] or rows
     answers = [row for row in kept if row["kind"] == "generate" and row["ok"]]
     times = [row["ms"] / 1e3 for row in answers]
@@ -102,8 +103,8 @@ def _level(rows: Rows, start: float, end: float) -> Level:
         users=rows[0]["users"],
         start=start,
         end=end,
-        requests=len(kept),
-        errors=sum(not row["ok"] for row in kept),
+        requests=len(rows),
+        errors=sum(not row["ok"] for row in rows),
         rate=sum(settled <= row["at"] < end for row in rows if row["ok"]) / max(end - settled, 1e-3),
         p50=percentile(times, 50),
         p95=percentile(times, 95),
@@ -224,7 +225,7 @@ def swaps(samples: Rows) -> list[tuple[float, int]]:
 
 def summary(account: Rows, samples: Rows, shape: str, limits: Limits, *, hold: int, cores: int) -> dict[str, Any]:
     """All of it. ``hold``: users that a ramp must show; other shapes must keep the limits at all of their levels."""
-    found = levels(account)
+    found = levels(account, math.inf if shape == "soak" else SETTLING_S)
     holds, breaks = capacity(found, limits)
     problems = [f"{level.users} users: {why}" for level in found for why in level.broken(limits)]
     grown = growth(samples)
