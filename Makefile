@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test test-cluster lint docs bench-capture bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
+.PHONY: help setup demo test test-cluster lint docs bench-capture bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident loadtest learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -51,6 +51,16 @@ bench-capture: setup   ## measure the journal, the lake and scoring against thei
 
 bench-serve: setup     ## measure the server against vLLM's own: about 15 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_serve $(ARGS)
+
+# What simulated users do, how their number goes over time, the most of them, and how long. URL and KEY of a server that
+# runs are environment variables, so that no key is on a command line.
+PROFILE ?= mixed
+SHAPE   ?= steady
+USERS   ?= 16
+SECONDS ?= 60
+
+loadtest: setup        ## load a server (URL and KEY, or one of its own): how many users it holds; the last line is JSON
+	$(BIN)/python -m loadtests.capacity --profile $(PROFILE) --shape $(SHAPE) --users $(USERS) --seconds $(SECONDS) $(ARGS)
 
 bench-start: setup     ## measure how long a server takes to start against vLLM's own; the last line is JSON
 	$(BIN)/python -m loadtests.bench_start $(ARGS)

@@ -1,7 +1,10 @@
 """Load, faults and benchmarks from outside: they speak HTTP and the command line, and import nothing of the product.
 
-For several of them: ``server`` (runs ``millrace``), ``tiny_model`` (a random model that starts in seconds), ``load`` (a
-closed loop of cheap HTTP clients), ``users`` (simulated users, by locust), ``turns`` (training jobs that take turns),
+How many users a server holds: ``locustfile`` (simulated users, also by hand), ``capacity`` (``make loadtest``:
+thresholds, a page, the soak).
+
+For several of them: ``server`` (runs ``millrace``), ``tiny_model`` (a random model that starts in seconds),
+``closed_loop`` (HTTP clients that cost next to nothing, for benchmarks), ``turns`` (training jobs that take turns),
 ``paired`` (ratios of alternating turns, with intervals).
 
 What must hold: ``crash`` (kills servers and commands, counts what was lost), ``fuzz`` (requests that nobody should
@@ -12,7 +15,6 @@ settings), ``trl_round_trip`` (feedback to TRL and back) with ``trl_sets`` (TRL 
 
 What is measured: ``bench_capture`` (the data plane), ``bench_serve`` (against vLLM's own server), ``bench_start`` (how
 long both take to start), ``bench_swap`` (swaps under streaming clients), ``bench_loop`` (from a thumb to the policy
-that learned from it), ``bench_reshard`` (weight sync by plan against
-gathering), ``bench_train`` (GRPO steps against TRL's) with ``trl_grpo`` (TRL's side of it), ``bench_overlap`` (what
+that learned from it) with ``letters`` (its users' taste), ``bench_reshard`` (weight sync by plan against gathering), ``bench_train`` (GRPO steps against TRL's) with ``trl_grpo`` (TRL's side of it), ``bench_overlap`` (what
 sampling ahead saves).
 """

@@ -41,7 +41,7 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from loadtests import load, paired
+from loadtests import closed_loop, paired
 from loadtests.paired import Ratio
 from loadtests.server import MILLRACE, READY_TIMEOUT_S, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
@@ -258,7 +258,7 @@ class Cell:
     def _turn(self, server: Target, seconds: float) -> dict[str, float]:
         loop = server.requests(self.clients, self.tokens, stream=self.stream, seed=random.getrandbits(64))
         before = server.processor_seconds()
-        seen = load.run(server.ports, loop, seconds, server.mark if self.stream else None)
+        seen = closed_loop.run(server.ports, loop, seconds, server.mark if self.stream else None)
         after = server.processor_seconds()
         answers = len(seen.latencies)
         if seen.failures or not answers or seen.silent > max(FEW_SILENT, answers * MOST_SILENT):
@@ -401,7 +401,7 @@ def serving(kinds: Sequence[Callable[[], Target]]) -> Iterator[list[Target]]:
         for kind in kinds:
             servers.append(stack.enter_context(kind()))  # type: ignore[arg-type]
         for server in servers:
-            load.run(server.ports, server.requests(SEQUENCES, 16, stream=False, seed=0), WARM_UP_S)
+            closed_loop.run(server.ports, server.requests(SEQUENCES, 16, stream=False, seed=0), WARM_UP_S)
         yield servers
 
 

@@ -45,7 +45,7 @@ from typing import Any, Final
 
 from scipy.stats import ttest_ind
 
-from loadtests.load import no_collector
+from loadtests.closed_loop import no_collector
 from loadtests.server import MILLRACE, Server, free_port, run
 
 LETTERS: Final = {1: set(string.ascii_lowercase), 2: set(string.ascii_uppercase)}

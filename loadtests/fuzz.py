@@ -35,7 +35,7 @@ from typing import Any, Final
 
 import httpx
 
-from loadtests import fuzz_valid, load
+from loadtests import closed_loop, fuzz_valid
 from loadtests.server import MILLRACE, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
@@ -202,7 +202,7 @@ class Fuzzed(Server):
                 body = json.dumps({"prompt": f"probe {next(numbers):08}", "max_tokens": 8}).encode()
                 yield _http("/generate", body, self.port)
 
-        done = load.run([self.port], [requests() for _ in range(16)], PROBE_S)
+        done = closed_loop.run([self.port], [requests() for _ in range(16)], PROBE_S)
         if done.failures:
             raise SystemExit(f"the probe failed: {done.failures[0]}")
         return done.rate

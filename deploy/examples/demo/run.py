@@ -55,7 +55,7 @@ def run(folder: Path, *, recipe: str, cycles: int, users: int, seed: int) -> Non
     Raises DemoFailed if a part of it failed, or the figures are not those that a working loop has.
     """
     with Stages("demo", total=cycles + 6) as stages:
-        users_file = Path(deploy.__file__).resolve().parent.parent / "loadtests" / "users.py"
+        users_file = Path(deploy.__file__).resolve().parent.parent / "loadtests" / "locustfile.py"
         if not users_file.exists():
             raise DemoFailed(f"the demo's users are not at {users_file}; run it from a checkout, not from a wheel")
         file = prepare(folder, recipe, cycles, seed)
@@ -194,7 +194,8 @@ def users_command(users_file: Path, folder: Path, settings: Settings, users: int
         "--random-seed": str(seed),
     }
     flags = ["--headless", "--only-summary"]
-    return [sys.executable, "-P", "-m", "locust", "-f", str(users_file), *flags, *itertools.chain(*options.items())]
+    command = [sys.executable, "-P", "-m", "locust", "-f", str(users_file), "FeedbackUser"]
+    return [*command, *flags, *itertools.chain(*options.items())]
 
 
 def finished(settings: Settings) -> list[CycleRecord]:

@@ -164,7 +164,7 @@ def _ready(settings: Settings) -> bool:
 @contextmanager
 def asked(settings: Settings, folder: Path, seed: int) -> Iterator[Child]:
     """The demo's users, who ask and judge for as long as the block lasts, and keep their account."""
-    file = Path(deploy.__file__).resolve().parent.parent / "loadtests" / "users.py"
+    file = Path(deploy.__file__).resolve().parent.parent / "loadtests" / "locustfile.py"
     if not file.exists():
         raise LiveFailed(f"the users are not at {file}; run it from a checkout, not from a wheel")
     questions = 0 if settings.serve.fleet.is_one else QUESTIONS_OF_A_USER
