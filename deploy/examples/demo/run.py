@@ -190,7 +190,7 @@ def users_command(users_file: Path, folder: Path, settings: Settings, users: int
         "--stop-timeout": "60",
         "--prompts": str(folder / "prompts.jsonl"),
         "--account": str(folder / "account.jsonl"),
-        "--pace": "0.12",
+        "--pace": "0.08",
         "--random-seed": str(seed),
     }
     flags = ["--headless", "--only-summary"]
