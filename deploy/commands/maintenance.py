@@ -86,6 +86,8 @@ def upgrade(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
     lake = settings.lake()
     with stop_on_signals():
         try:
+            if not dry_run:
+                lake.repair()  # containers upgrade before the server starts, which would otherwise do it
             done = list(upgrade_lake(lake, dry_run=True))
         except NoLakeError:
             click.echo(f"there is no lake at {lake.uri}: the server makes it when it starts")

@@ -91,9 +91,7 @@ class Lake:
             if self.local:
                 make_folder(folder)
             with self.committing(table):
-                if self.local and (folder / "_delta_log").exists():
-                    for path in drop_torn_commits(folder):
-                        log.warning("%s was torn by a power loss and is put aside; the journal holds its rows", path)
+                self._drop_torn(folder)
                 try:
                     self._create_table(table, schema)
                 except (DeltaError, OSError) as error:
@@ -106,6 +104,20 @@ class Lake:
                     make_log_durable(folder, -1, 0)
                     fsync_path(folder)
                 self.table(table, readable=False)
+
+    def repair(self) -> None:
+        """On a local disk, put aside what a power loss tore at the end of the tables' logs, as ``create`` does."""
+        for table in TABLES:
+            folder = Path(self.table_uri(table))
+            if self.local and folder.exists():
+                with self.committing(table):
+                    self._drop_torn(folder)
+
+    def _drop_torn(self, folder: Path) -> None:
+        """The caller holds the table's lock."""
+        if self.local and (folder / "_delta_log").exists():
+            for path in drop_torn_commits(folder):
+                log.warning("%s was torn by a power loss and is put aside; the journal holds its rows", path)
 
     def _create_table(self, table: str, schema: pa.Schema) -> None:
         DeltaTable.create(

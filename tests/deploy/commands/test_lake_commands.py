@@ -127,6 +127,20 @@ def test_upgrade_says_what_it_does_and_other_commands_name_it(
     assert run("stats")[0] == 0
 
 
+def test_upgrade_puts_aside_a_torn_commit_as_containers_run_it_before_the_server_which_would(
+    settings: Settings, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    lake = settings.lake()
+    lake.create()
+    torn = Path(lake.table_uri("interactions")) / "_delta_log" / f"{1:020}.json"
+    torn.write_bytes(b'{"commitInfo":{"ti')
+    assert run("upgrade", "--dry-run")[0] == 1  # which changes nothing
+    assert torn.exists()
+    assert run("upgrade")[0] == 0
+    assert not torn.exists()
+    assert run("stats")[0] == 0
+
+
 def test_dry_runs_remove_nothing(lake: Lake, run: Callable[..., tuple[int, str, str]]) -> None:
     now = datetime.now(UTC)
     for name, days in (("old", 9), ("kept", 2), ("new", 0)):
