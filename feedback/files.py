@@ -163,6 +163,10 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
+_held: set[int] = set()
+"""Descriptors of the locks that ``locked`` holds."""
+
+
 def open_lock(path: Path) -> int:
     """A descriptor of a lock file, which is made if it is missing. Who can open it can hold it: its owner alone can."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -203,6 +207,14 @@ def locked(
             if time.monotonic() >= deadline:
                 raise busy or LockTimeoutError(f"{path}: another process has held this lock for {timeout_s:g} s")
             time.sleep(_LOCK_POLL_S)
+        _held.add(fd)
         yield
     finally:
+        _held.discard(fd)
         os.close(fd)
+
+
+def leave_locks() -> None:
+    """In a fork: let go of the locks of the process that it was forked from, which would outlive that one."""
+    while _held:
+        os.close(_held.pop())

@@ -210,7 +210,7 @@ class _Console:
             try:
                 viewer, made = self._visit(request)
             except Problem as problem:
-                if problem.status != 401:
+                if problem.status not in (401, 429):  # a good key is let in, however many others were not
                     raise
                 return _to_login(request)
             if name in OF_ADMINS:

@@ -11,9 +11,9 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from feedback.journal.recovery import load_all
-from feedback.lake.tables import Lake, unsealed_rows
+from feedback.lake.tables import Lake, schema_version, unsealed_rows
 from feedback.lake.views import CURRENT_REWARDS, connect, create_view, is_file_gone, unreadable_features
-from feedback.schema import TABLES
+from feedback.schema import SCHEMA_VERSION, TABLES
 
 _T = TypeVar("_T")
 
@@ -79,7 +79,7 @@ class OpenLake:
                 snapshot.update_incremental()
             except (DeltaError, OSError):  # its log was tidied up; and what else is wrong, ``Lake.table`` says
                 snapshot = None
-        if snapshot is None or unreadable_features(snapshot):
+        if snapshot is None or unreadable_features(snapshot) or schema_version(snapshot) != SCHEMA_VERSION:
             snapshot = self.lake.table(table)
         self._snapshots[table] = snapshot
         return snapshot

@@ -85,9 +85,9 @@ class Refusals:
         """An entry of all since the last one, if there were any."""
         if self._audit is None or not self._reasons:
             return
+        self._any.clear()  # before, so that what comes meanwhile sets it again
         reasons, self._reasons = self._reasons, Counter()
         addresses, self._addresses = self._addresses, Counter()
-        self._any.clear()
         subject = {
             **dict(sorted(reasons.items())),
             "addresses": dict(addresses.most_common(_NAMED)),

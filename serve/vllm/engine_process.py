@@ -25,6 +25,7 @@ from multiprocessing import popen_fork, process, reduction, resource_tracker, ut
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any, Final, NoReturn
 
+from feedback.files import leave_locks
 from feedback.process_exit import end_with_parent
 from feedback.process_signals import stop_signals_blocked
 
@@ -202,6 +203,7 @@ def _wait(parent: int, orders: int, alive: int) -> NoReturn:
         end_with_parent(parent)
         with suppress(ImportError):  # vLLM names its processes where it can, which it can't once variables have changed
             importlib.import_module("setproctitle").setproctitle("millrace engine")
+        leave_locks()
         _close_others(0, 1, 2, orders, alive, resource_tracker.getfd())
         with open(orders, "rb", closefd=False) as pipe:
             if head := pipe.read(_LENGTH.size):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +101,26 @@ def test_a_lock_file_is_its_owners_alone_also_one_that_others_could_open(tmp_pat
     for path in (old, tmp_path / "new.lock"):
         with locked(path, 1):
             assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_lock_does_not_outlive_its_process_in_a_fork_that_leaves_it(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time\nfrom pathlib import Path\nfrom feedback import files\n"
+        "with files.locked(Path(sys.argv[1]), 0):\n"
+        "    if os.fork() == 0:\n"
+        "        files.leave_locks()\n"
+        "        print('left', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "left\n"
+            assert files.is_locked(tmp_path / "lock")  # its own process holds it still
+            holder.kill()
+            holder.wait(60)
+            with files.locked(tmp_path / "lock", 0):
+                pass
+        finally:
+            os.killpg(holder.pid, signal.SIGKILL)
