@@ -35,7 +35,7 @@ def summary(demo: Path) -> dict[str, Any]:
 def test_users_make_the_policy_better_and_a_ruined_candidate_is_refused(demo: Path, summary: dict[str, Any]) -> None:
     accuracy = {p["version"]: p["heldout_accuracy"] for p in summary["policies"]}
     assert summary["promoted"] == [1, 2]
-    assert 0.3 <= accuracy[1] <= 0.6
+    assert 0.3 <= accuracy[1] <= 0.65
     assert accuracy[2] >= accuracy[1] + 0.1
     assert summary["refused"] == [3]
     assert accuracy[3] < accuracy[2]
