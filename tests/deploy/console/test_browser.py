@@ -185,6 +185,7 @@ def test_a_query_is_written_run_plotted_saved_and_exported(visitor: Visitor, sit
     hostile = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
     quoted = hostile.replace("'", "''")
     page.locator("textarea").fill(f"SELECT i AS n, i * i AS square, '{quoted}' AS said FROM range(5) t(i)")
+    expect(page.locator("#run[aria-keyshortcuts]")).to_be_attached()
     page.keyboard.press("Control+Enter")
     rows = page.locator("table.result tbody tr")
     expect(rows).to_have_count(5)

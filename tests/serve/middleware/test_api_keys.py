@@ -282,7 +282,7 @@ def test_the_command_shows_a_secret_once_lists_and_revokes(tmp_path: Path, capsy
         (["--name", "a", "--expires", "soon"], "'soon' is neither a span"),
         (["--name", "a", "--expires", "2020-01-01"], "would never be good"),
         (["--name", "a", "--requests-per-minute", "-1"], "'-1' is neither a number above 0"),
-        (["--name", ""], "name: String should have at least 1 character"),
+        (["--name", ""], "name: must be a text that is not empty"),
         (["--name", "a", "--scope", "all"], "'all' is not one of"),
         ([], "--name"),
     ],
