@@ -77,7 +77,7 @@ _PAGES: Final = {
     "/keys": "keys",
 }
 _LAKE: Final = frozenset(
-    {"policy_traffic", "learned", "traffic", "interaction", "compare", "compare_next"}
+    {"policy_traffic", "learned", "traffic", "interaction", "compare", "compare_next", "compare_suites"}
     | {"labels", "labels_next", "labels_agreement"}
 )
 """Pages that may take longer; they have a process of their own, so that the others don't wait for them."""
