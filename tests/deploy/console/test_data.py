@@ -46,6 +46,10 @@ def wrong(page: httpx.Response) -> str:
     return unescape(found[1]) if found else page.text[-500:]
 
 
+def saved(page: httpx.Response) -> list[str]:
+    return [unescape(link) for link in re.findall(r'<a href="(/console/data\?name=[^"]+)"', page.text)]
+
+
 @pytest.fixture
 def analyst(site: Site) -> Any:
     with site.client("ops") as client:
@@ -143,7 +147,8 @@ def test_what_cannot_be_run_or_shown_says_why_beside_the_query(analyst: Analyst,
 
 def test_time_memory_rows_and_cells_have_bounds(analyst: Analyst, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     page = analyst.post("SELECT i, repeat('é', 100000) AS long FROM range(100000) t(i)")
-    assert (page.status_code, page.text.count("<tr>") - 1, "there are more" in page.text) == (200, data.ROWS, True)
+    table = page.text.partition('<table class="result">')[2].partition("</table>")[0]
+    assert (page.status_code, table.count("<tr>") - 1, "there are more" in page.text) == (200, data.ROWS, True)
     assert len(page.text) < 1 << 20
     greedy = analyst.post("SELECT list(i) FROM range(300000000) t(i)")
     assert greedy.status_code == 422, greedy.text[-500:]
@@ -182,14 +187,13 @@ def test_queries_are_kept_by_name_replaced_and_deleted_on_record(analyst: Analys
     assert analyst.post("SELECT 1", "/save", name=name).status_code == 200
     assert analyst.post("SELECT 'kept' AS it", "/save", name=name).status_code == 200
     page = analyst.client.get("/console/data")
-    links = re.findall(r'<a href="(/console/data\?name=[^"]+)"', page.text)
-    assert len(links) == 1
+    [link] = [one for one in saved(page) if "best" in one]  # other tests keep queries of their own on this server
     assert "<script>alert" not in page.text
-    opened = analyst.client.get(unescape(links[0]))
+    opened = analyst.client.get(link)
     assert "SELECT &#39;kept&#39; AS it</textarea>" in opened.text
     assert wrong(analyst.client.get("/console/data?name=none")) == "There is no saved query 'none'."
     assert analyst.post("", "/delete", name=name).status_code == 303
-    assert not re.findall(r"/console/data\?name=", analyst.client.get("/console/data").text)
+    assert link not in saved(analyst.client.get("/console/data"))
     analyst.post("SELECT 1 AS secret_of_ann")
     entries = AuditLog(site.settings.path(site.settings.serve.audit)).entries()
     kept = [one for one in entries if one.action in ("console.save_query", "console.delete_query")]
