@@ -58,7 +58,7 @@ OPTIONS: Final = {
     "train.dtype": "float32",
     "train.steps": "8",
     "train.algorithm.name": "grpo",
-    "train.optimizer.learning_rate": "3e-4",
+    "train.optimizer.learning_rate": "7e-5",
     "train.rollout.max_tokens": str(TOKENS),
     "train.data.prompts_per_step": "32",
     "train.reward_model.steps": "20",
