@@ -165,6 +165,7 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
 def main() -> None:
     """Run the command line; the process's exit code says how it went."""
     os.environ["PYTHONSAFEPATH"] = "1"  # no Python below this one puts the working directory first on its path
+    os.umask(os.umask(0o077) | 0o007)  # what people wrote is in most files of a home: others may read none of them
     end_process(run(sys.argv[1:]))
 
 

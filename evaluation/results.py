@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from evaluation.statistics.pairwise import WinRate
 from evaluation.suites.decoding import GREEDY, Decoding
 from feedback.files import replace_file
+
+log = logging.getLogger(__name__)
 
 
 class _Record(BaseModel):
@@ -197,5 +201,24 @@ class Evaluation(_Record):
         """Read what ``save`` wrote. Raises FileNotFoundError, ValueError naming the file."""
         try:
             return cls.model_validate_json(path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path} is no evaluation: {error}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]  # no text of people
+            where = "".join(f"{part}: " for part in first["loc"])
+            raise ValueError(f"{path} is no evaluation: {where}{first['msg']}") from None
+
+
+def load_readable(paths: Iterable[Path]) -> tuple[list[Evaluation], list[str]]:
+    """The evaluations in files, and the names of the files that can't be read: the log says why.
+
+    A file that is gone by now is in neither.
+    """
+    found, damaged = [], []
+    for path in paths:
+        try:
+            found.append(Evaluation.load(path))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            log.warning("an evaluation is left out: %s", error)
+            damaged.append(path.name)
+    return found, damaged

@@ -35,7 +35,7 @@ from serve.middleware.request_context import RequestContext
 from serve.observability import log_format
 from serve.policies.records import now
 from serve.policies.store import Pointer
-from serve.runtime import CUT_OFF_S, Server
+from serve.runtime import CUT_OFF_S, Server, ServerDied
 from serve.swap.swapper import DesiredState
 
 log = logging.getLogger(__name__)
@@ -60,12 +60,16 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            await server.start()
-            stack.push_async_callback(server.close)
-            if pages is not None:
-                await stack.enter_async_context(pages.router.lifespan_context(pages))
-            yield
+        try:
+            async with AsyncExitStack() as stack:
+                await server.start()
+                stack.push_async_callback(server.close)
+                if pages is not None:
+                    await stack.enter_async_context(pages.router.lifespan_context(pages))
+                yield
+        except BaseException as error:  # whatever it is: uvicorn says no more than that there was something
+            server.failure = server.failure or _failure(error)
+            raise
 
     app = FastAPI(title="Millrace", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
@@ -91,6 +95,14 @@ def create_app(
     return app
 
 
+def _failure(error: BaseException) -> Exception:
+    """What ``run`` raises of it; what is no Exception would be taken for the end of a task or of Python."""
+    if isinstance(error, Exception):
+        return error
+    log.error("the server was broken off", exc_info=error)
+    return ServerDied(f"its start or its end was broken off by {error!r}; the lines before this one say where")
+
+
 def run(
     config: ServeConfig,
     feedback_config: FeedbackConfig,
@@ -101,7 +113,7 @@ def run(
 
     Raises what kept the server from starting (PolicyError, EngineError, LakeError, KeyFileError …), OSError if the port
     is taken, NameTaken if a server of this name runs in this home, NotLoopback where others reach it and no key is
-    needed, ServerDied if the engine died.
+    needed, ServerDied if the engine died, and whatever kept it from ending in order.
     """
     log_format.configure(config.log_format)
     with _held_name(config) if server is None or server.recording else nullcontext():
@@ -171,7 +183,9 @@ def _run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | 
         listener.close()
     # All is written and sealed by now. Taking vLLM down takes seconds on a busy machine, and changes nothing.
     skip_teardown("the server has ended in order")
-    if server.failure is not None and not uvicorn_server.stopped_early:
+    if uvicorn_server.stopped_early:
+        log.info("stopped by a signal before it was ready: nobody has been answered")
+    elif server.failure is not None:
         raise server.failure
 
 

@@ -43,9 +43,12 @@ def monitoring(settings: Settings, out: Path, docs: str, key_file: Path | None) 
         "prometheus.yaml": scrape_config(settings, "alerts.yaml", key_file),
         **{f"{name}.json": json.dumps(board, indent=2) + "\n" for name, board in dashboards().items()},
     }
-    out.mkdir(parents=True, exist_ok=True)
+    if not out.exists():
+        out.mkdir(parents=True)
+        out.chmod(0o755)  # Prometheus and Grafana are other users
     for name, text in files.items():
         (out / name).write_text(text)
+        (out / name).chmod(0o644)
         click.echo(f"wrote {out / name}")
     if settings.schedule.metrics.port is None:
         click.echo("schedule.metrics.port is not set: the scheduler shows no metrics, and most of it stays empty")

@@ -163,7 +163,7 @@ class WriterSession:
         self._numbers[table] += 1
         name = SegmentName(table, self.writer, self.incarnation, self._numbers[table])
         path = self.folder / f"{name}{OPEN}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)  # with what people wrote
         if not try_lock(fd) or os.fstat(fd).st_nlink == 0:
             # Another process recovered the empty file before it was locked: take the next number.
             os.close(fd)

@@ -15,7 +15,7 @@ from deploy.config.root import Settings
 from deploy.console.pages import rows, traffic
 from deploy.console.pages.visit import Answer, Visit
 from deploy.console.pages.visit import page as shown
-from evaluation.results import Evaluation
+from evaluation.results import Evaluation, load_readable
 
 _PAIR: Final = """
 WITH newest AS (
@@ -74,7 +74,8 @@ def suites(settings: Settings, visit: Visit) -> Answer:
 
     Items are of any tenant: it is for admins.
     """
-    kept = stored(_evaluations(settings.path(settings.evaluation.folder)))
+    evaluations, damaged = _evaluations(settings.path(settings.evaluation.folder))
+    kept = stored(evaluations)
     names = list(kept)
     suite = visit.query.get("suite", "")
     suite = suite if suite in kept else next(iter(names), "")
@@ -91,6 +92,7 @@ def suites(settings: Settings, visit: Visit) -> Answer:
     scored = [(a.score, b.score) for _, a, b in both if a.score is not None and b.score is not None]
     values: dict[str, Any] = {"names": names, "suite": suite, "versions": versions, "first": first, "second": second}
     values |= {"both": both[:SHOWN], "count": len(both), "scored": len(scored)}
+    values["damaged"] = damaged
     values["means"] = [sum(scores) / len(scored) for scores in zip(*scored, strict=True)]
     return shown("suites", visit, here="compare", **values)
 
@@ -115,10 +117,10 @@ def stored(evaluations: list[Evaluation]) -> dict[str, dict[str, dict[str, Store
     return found
 
 
-def _evaluations(folder: Path) -> list[Evaluation]:
-    """The newest ``_EVALUATIONS`` there are."""
+def _evaluations(folder: Path) -> tuple[list[Evaluation], list[str]]:
+    """The newest ``_EVALUATIONS`` there are, as ``load_readable``."""
     files = sorted(folder.glob("*-vs-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    return [Evaluation.load(file) for file in files[:_EVALUATIONS]]
+    return load_readable(files[:_EVALUATIONS])
 
 
 def _shown(template: str, settings: Settings, visit: Visit) -> Answer:

@@ -17,7 +17,7 @@ from deploy.display.fates import fates
 from deploy.loop import promotion
 from evaluation.decisions.history import History
 from evaluation.decisions.ledger import LedgerError
-from evaluation.results import Evaluation, Sample
+from evaluation.results import Evaluation, Sample, load_readable
 from serve.policies.store import Policy, PolicyError, PolicyNotFound, PolicyStore
 
 _SAMPLES: Final = 8
@@ -62,7 +62,7 @@ def one(settings: Settings, visit: Visit, *, said: str | None = None, refused: s
     policy = _policy(store, visit)
     version, pointer = policy.version, store.serving()
     parent = next((one for one in _policies(store) if one.version == policy.parent), None)
-    evaluation = _evaluation(settings.path(settings.evaluation.folder), policy)
+    evaluation, damaged = _evaluation(settings.path(settings.evaluation.folder), policy)
     values: dict[str, Any] = {
         "policy": policy,
         "pointer": pointer,
@@ -74,6 +74,7 @@ def one(settings: Settings, visit: Visit, *, said: str | None = None, refused: s
         "changes": list(_changes(parent.lineage if parent else {}, policy.lineage)),
         "parent": parent,
         "evaluation": evaluation,
+        "damaged": damaged,
         "samples": _telling(evaluation.samples) if evaluation and visit.may("admin") else [],  # of all tenants
         "said": said,
         "refused": refused,
@@ -166,11 +167,11 @@ def _verdicts(settings: Settings) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _evaluation(folder: Path, policy: Policy) -> Evaluation | None:
-    """The newest evaluation of this very policy as a candidate, on the suite that decides."""
-    found = [Evaluation.load(file) for file in folder.glob(f"*{policy.version}-vs-*.json")]
+def _evaluation(folder: Path, policy: Policy) -> tuple[Evaluation | None, list[str]]:
+    """The newest evaluation of this very policy as a candidate, on the suite that decides; and the damaged files."""
+    found, damaged = load_readable(folder.glob(f"*{policy.version}-vs-*.json"))
     own = [one for one in found if one.candidate.sha256 == policy.sha256 and one.role == "success"]
-    return max(own, key=lambda one: one.created_at, default=None)
+    return max(own, key=lambda one: one.created_at, default=None), damaged
 
 
 def _telling(samples: tuple[Sample, ...]) -> list[Sample]:

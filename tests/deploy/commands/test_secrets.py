@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,26 @@ def test_inits_yaml_has_none_of_them_and_is_its_users_alone(model: Path, capsys:
     assert "storage_options" not in file.read_text()
     assert mode(file) == 0o600
     assert holders(Path()) == set()
+
+
+def test_what_a_command_makes_is_nothing_to_others_and_to_its_group_what_the_umask_says(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(cli, "end_process", ends.append)
+    before = os.umask(0o022)
+    try:
+        for arguments in (["init", "--model", str(model), "--home", "h"], ["monitoring", "--home", "h", "--out", "m"]):
+            monkeypatch.setattr("sys.argv", ["millrace", *arguments])
+            cli.main()
+    finally:
+        os.umask(before)
+    assert ends == [0, 0]
+    made = [Path("h"), *Path("h").rglob("*")]
+    assert [path for path in made if mode(path) & 0o007] == []
+    assert mode(Path("h")) == 0o750
+    assert {mode(path) for path in Path("m").iterdir()} == {0o644}
+    assert mode(Path("m")) == 0o755
 
 
 def test_a_snapshot_hands_them_to_children_and_is_its_users_alone() -> None:

@@ -260,6 +260,24 @@ def test_answers_to_a_suite_are_shown_of_any_two_policies_with_the_scores_they_g
     assert [list(answers) for answers in kept.values()] == [["6", "3", "6 (ffffffff)"]]
 
 
+def test_a_damaged_evaluation_is_named_and_the_others_are_shown(settings: Settings, model: Path) -> None:
+    initialise.initialise(settings, str(model), revision=None, who="tests")
+    folder = settings.path(settings.evaluation.folder)
+    sample = Sample(
+        id="1", prompt="2+2=", answer="4", candidate="five", incumbent="3", candidate_score=1, incumbent_score=0
+    )
+    evaluation(samples=(sample,)).save(folder)
+    torn = evaluation(candidate=policy(1), samples=(sample,)).save(folder)
+    torn.write_bytes(torn.read_bytes()[:-100])
+    viewer = VIEWER | {"scopes": ["read", "admin"]}
+    for page, path in (("compare_suites", {}), ("policy", {"version": "1"})):
+        answer = respond(settings, {"page": page, "path": path, "query": {}, "form": None, "viewer": viewer})
+        assert answer.status == 200, answer.body[-500:]
+        assert "<code>1-vs-3.json</code>" in answer.body
+        assert "5-vs-3.json" not in answer.body
+        assert ("five" in answer.body) == (page == "compare_suites")
+
+
 def test_held_out_answers_side_by_side_are_for_admins_alone(site: Site) -> None:
     with site.client("ann") as ann:
         assert ann.get("/console/compare/suites").status_code == 403

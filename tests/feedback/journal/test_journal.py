@@ -69,6 +69,14 @@ async def test_a_row_is_acknowledged_only_after_the_disk_has_it(folder, disk, jo
     assert rows(folder, "feedback").column("response_id").to_pylist() == ["first", "a"]
 
 
+def test_a_segment_with_what_people_wrote_is_its_owners_alone_open_and_closed(folder):
+    journal = opened(folder)
+    append(journal, "interactions", interaction("a"))
+    open_ = {path.stat().st_mode & 0o777 for path in folder.glob("interactions*")}
+    journal.close()
+    assert open_ == {path.stat().st_mode & 0o777 for path in folder.glob("interactions*")} == {0o600}
+
+
 async def test_all_that_wait_share_one_fdatasync_and_the_loop_is_never_blocked(folder, disk, journal):
     await journal.append("feedback", thumb("first", 1))
     disk.free.clear()

@@ -69,3 +69,21 @@ async def test_refusals_of_many_addresses_are_one_entry_of_bounded_size(tmp_path
     writer.cancel()
     await asyncio.gather(writer, return_exceptions=True)
     assert [one.subject["unknown"] for one in audit.entries()] == [100_000, 1]
+
+
+def test_a_refusal_that_comes_while_others_are_put_on_record_is_in_this_entry_or_the_next(tmp_path: Path) -> None:
+    audit = AuditLog(tmp_path / "audit.jsonl")
+    refusals = Refusals(1e9, audit)
+
+    class Raced(asyncio.Event):
+        """Another refusal comes just before it is cleared."""
+
+        def clear(self) -> None:
+            refusals.add("unknown", "192.0.2.2")
+            super().clear()
+
+    refusals._any = Raced()
+    refusals.add("unknown", "192.0.2.1")
+    refusals.write()
+    recorded = sum(entry.subject["unknown"] for entry in audit.entries())
+    assert recorded == 2 or refusals._any.is_set()
