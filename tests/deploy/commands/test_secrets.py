@@ -50,6 +50,7 @@ def test_what_a_command_makes_is_nothing_to_others_and_to_its_group_what_the_uma
 ) -> None:
     ends: list[int] = []
     monkeypatch.setattr(cli, "end_process", ends.append)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # main() sets it for good, and the tests after this one may not keep it
     before = os.umask(0o022)
     try:
         for arguments in (["init", "--model", str(model), "--home", "h"], ["monitoring", "--home", "h", "--out", "m"]):
