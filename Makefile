@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test test-cluster lint docs bench-capture bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident loadtest learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
+.PHONY: help setup demo test test-cluster lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident loadtest learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -48,6 +48,9 @@ docs: setup      ## build the documentation in build/docs; a broken link fails
 
 bench-capture: setup   ## measure the journal, the lake and scoring against their peers: about 15 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_capture $(ARGS)
+
+bench-console: setup   ## measure what the console costs serving, and its pages beside a million rows: about 15 minutes; the last line is JSON
+	$(BIN)/python -m loadtests.bench_console $(ARGS)
 
 bench-serve: setup     ## measure the server against vLLM's own: about 15 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_serve $(ARGS)

@@ -13,7 +13,8 @@ answer must be), ``thumbs`` (a person with nothing but thumbs), ``model_shapes``
 settings), ``trl_round_trip`` (feedback to TRL and back) with ``trl_sets`` (TRL trains on it; needs
 ``requirements-trl.txt``), ``harnesses`` (lm-eval and Inspect on an endpoint and on a policy's folder).
 
-What is measured: ``bench_capture`` (the data plane), ``bench_serve`` (against vLLM's own server), ``bench_start`` (how
+What is measured: ``bench_capture`` (the data plane), ``bench_console`` (what the console costs serving),
+``bench_serve`` (against vLLM's own server), ``bench_start`` (how
 long both take to start), ``bench_swap`` (swaps under streaming clients), ``bench_loop`` (from a thumb to the policy
 that learned from it) with ``letters`` (its users' taste), ``bench_reshard`` (weight sync by plan against gathering),
 ``bench_train`` (GRPO steps against TRL's) with ``trl_grpo`` (TRL's side of it), ``bench_overlap`` (what sampling ahead

@@ -54,6 +54,25 @@ def scoring(**options: Any) -> None:
 
 
 @bench.command()
+@click.option("--rows", type=click.IntRange(min=1), required=True, help="Responses; one in three has a thumb.")
+@pass_settings
+def fill(settings: Settings, rows: int) -> None:
+    """Fill the lake of a home that has none with made-up traffic, and score it, for measurements beside a large lake.
+
+    A lake with rows is refused.
+    """
+    from deploy.examples.bench.scoring import fill as append
+    from feedback.scoring.run import score
+
+    lake, config = settings.lake(), settings.resolved().feedback
+    lake.create()
+    if any(lake.counts().values()):
+        raise click.ClickException(f"the lake {config.lake.uri} has rows already: made-up ones would be among them")
+    append(lake, 0, rows)
+    click.echo(json.dumps({"rows": rows, "scored": score(lake, config.scoring, config.kinds).scored}))
+
+
+@bench.command()
 @click.option("--capture/--no-capture", default=True, help="Record the responses, or drop them.")
 @pass_settings
 def front_end(settings: Settings, capture: bool) -> None:

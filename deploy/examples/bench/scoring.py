@@ -57,7 +57,7 @@ def scoring(
     first: dict[str, float] = {}
     for name, lake in lakes.items():
         lake.create()
-        _fill(lake, 0, sizes[name])
+        fill(lake, 0, sizes[name])
         started = time.perf_counter()
         scored = score(lake, config.scoring, config.kinds).scored
         first[name] = time.perf_counter() - started
@@ -67,7 +67,7 @@ def scoring(
     for turn in range(turns):
         for kind in ("new", "late"):
             for name, lake in lakes.items() if turn % 2 == 0 else reversed(lakes.items()):
-                _fill(lake, ends[name], ends[name] + fresh)
+                fill(lake, ends[name], ends[name] + fresh)
                 late = _late(lake, sizes[name], turn) if kind == "late" else 0
                 ends[name] += fresh
                 started = time.perf_counter()
@@ -83,8 +83,8 @@ def scoring(
     }
 
 
-def _fill(lake: Lake, low: int, high: int) -> None:
-    """Rows ``low`` to ``high`` of the traffic, in commits of a compacted file's size."""
+def fill(lake: Lake, low: int, high: int) -> None:
+    """Append rows ``low`` to ``high`` of the traffic, in commits of a compacted file's size."""
     for at in range(low, high, _COMMIT_ROWS):
         end = min(high, at + _COMMIT_ROWS)
         for table, sql in (("interactions", _INTERACTIONS), ("feedback", _FEEDBACK)):

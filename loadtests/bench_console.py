@@ -1,0 +1,210 @@
+"""What the console costs and how quick it is, beside a lake of a million scored rows: ``make bench-console``.
+
+A real server of a model of 3M parameters answers 16 clients, in turns: with nobody at the console, and with the page
+Now open (its stream of events) while a person turns to another page every five seconds. The order changes from pair to
+pair. ``serving_ratio``: requests a second of the turns with the console over those without, with its 95 % interval.
+``processor_share``: what the server's processes but the engine's used more with the console, over the turn's seconds
+and this machine's processors; processor time is noised less than a rate.
+
+Then, without other load, each page is fetched some times: ``page_ms`` has the median of each as a client sees it,
+the first visit apart, which may start the process that reads the lake. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import string
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import psutil
+
+from loadtests import closed_loop, paired
+from loadtests.server import MILLRACE, Server, free_port, run
+from loadtests.tiny_model import make_model_folder
+
+CLIENTS, TOKENS = 16, 16
+TURN_S, WARM_UP_S, LOOK_S = 6.0, 5.0, 5.0
+LEAST_PAIRS, NARROW = 8, 0.02
+TIMES: Final = 15
+PAGES: Final = (
+    "",
+    "policies",
+    "policies/1",
+    "playground",
+    "compare",
+    "compare/suites",
+    "labels",
+    "labels?order=low",
+    "labels?order=random",
+    "traffic",
+    "traffic?text=41+%2B+3",
+    "traffic?user=user-7",
+    "traffic?policy=1",
+    "data",
+    "keys",
+)
+
+
+class Visitor:
+    """A person at the console, while the block lasts: Now's events are read, and other pages looked at in turn."""
+
+    def __init__(self, url: str, cookies: httpx.Cookies) -> None:
+        self._client = httpx.Client(base_url=url, cookies=cookies, timeout=60)
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._follow, self._look)]
+        self.events = 0
+
+    def _follow(self) -> None:
+        while not self._over.is_set():
+            with self._client.stream("GET", "/console/live") as stream:
+                for line in stream.iter_lines():
+                    self.events += line.startswith("data:")
+                    if self._over.is_set():
+                        return
+
+    def _look(self) -> None:
+        for page in itertools.cycle(("", "traffic", "policies")):
+            if self._over.wait(LOOK_S):
+                return
+            self._client.get(f"/console/{page}").raise_for_status()
+
+    def __enter__(self) -> Visitor:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+        self._client.close()
+
+
+def requests(key: str) -> Iterator[bytes]:
+    while True:
+        prompt = "".join(random.choices(string.ascii_letters, k=24))
+        body = json.dumps({"prompt": prompt, "max_tokens": TOKENS}).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-API-Key: {key}\r\n"
+        yield head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def turn(server: Server, key: str, seconds: float) -> tuple[float, float]:
+    """Answers a second, and the share of this machine's processors that all but the engine used."""
+    before, started = used(server), time.monotonic()
+    seen = closed_loop.run([server.port], [requests(key) for _ in range(CLIENTS)], seconds)
+    if seen.failures:
+        raise SystemExit(f"requests failed: {seen.failures[:3]}")
+    return seen.rate, (used(server) - before) / (time.monotonic() - started) / (os.cpu_count() or 1)
+
+
+def used(server: Server) -> float:
+    """Processor seconds of the server's processes but the engine's."""
+    tree = psutil.Process(server.process.pid)
+    every = [tree, *(one for one in tree.children(recursive=True) if "EngineCore" not in " ".join(one.cmdline()))]
+    return sum(sum(one.cpu_times()[:2]) for one in every)
+
+
+def alternate(server: Server, key: str, cookies: httpx.Cookies, until: float) -> dict[str, Any]:
+    with_console: list[tuple[float, float]] = []
+    without: list[tuple[float, float]] = []
+    found = paired.Ratio(1.0, 0.0, 2.0)
+    while len(with_console) < LEAST_PAIRS or (found.width > NARROW and time.monotonic() < until):
+        watched = [False, True] if len(with_console) % 2 == 0 else [True, False]
+        for watching in watched:
+            if watching:
+                with Visitor(server.url, cookies) as visitor:
+                    with_console.append(turn(server, key, TURN_S))
+                if visitor.events == 0:
+                    raise SystemExit("the page Now sent no event")
+            else:
+                without.append(turn(server, key, TURN_S))
+        found = paired.ratio([rate for rate, _ in with_console], [rate for rate, _ in without])
+        print(json.dumps({"pair": len(without), "ratio": round(with_console[-1][0] / without[-1][0], 3)}), flush=True)
+    shares = [there - without_it for (_, there), (_, without_it) in zip(with_console, without, strict=True)]
+    return {
+        "serving_ratio": found,
+        "pairs": len(without),
+        "requests_per_s": round(statistics.median(rate for rate, _ in without), 1),
+        "console_processor_share": round(statistics.fmean(shares), 4),
+    }
+
+
+def pages(url: str, cookies: httpx.Cookies, times: int) -> dict[str, float]:
+    """Milliseconds that each page takes, the median of some fetches; of what it took to start its process, nothing."""
+    found: dict[str, float] = {}
+    with httpx.Client(base_url=url, cookies=cookies, timeout=120) as client:
+        for page in PAGES:
+            taken = []
+            for _ in range(times + 1):
+                started = time.perf_counter()
+                client.get(f"/console/{page}").raise_for_status()
+                taken.append(time.perf_counter() - started)
+            found[page or "now"] = round(statistics.median(taken[1:]) * 1e3, 1)
+            print(json.dumps({"page": page or "now", "ms": found[page or "now"]}), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000, help="scored rows in the lake")
+    parser.add_argument("--minutes", type=float, default=8, help="how long the turns may take")
+    options = parser.parse_args()
+    runs = Path("runs").absolute()
+    runs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=runs) as folder:
+        home, port = Path(folder) / "home", free_port()
+        home.mkdir()
+        model = make_model_folder(
+            home / "model", 1, hidden=256, layers=4, heads=4, intermediate=1024, eos=False, printable=True
+        )
+        flags = ["--home", str(home), "--serve.port", str(port), "--serve.engine.kv_cache_bytes", str(32 << 20)]
+        flags += ["--feedback.scoring.rules", "{exact: {ready: exact_match}}"]
+        run("init", "--model", str(model), *flags, folder=home)
+        print(run("bench", "fill", "--rows", str(options.rows), *flags, folder=home).strip(), flush=True)
+        scopes = [part for scope in ("read", "generate", "feedback", "admin") for part in ("--scope", scope)]
+        key = json.loads(run("keys", "create", "--name", "bench", *scopes, "--json", *flags, folder=home))["secret"]
+        with Server([MILLRACE, "serve", *flags], port, home / "serve.log") as server:
+            with httpx.Client(base_url=server.url, timeout=60) as client:
+                client.post("/console/login", data={"key": key}, headers={"Origin": server.url})
+                client.get("/console/").raise_for_status()
+                cookies = client.cookies
+            turn(server, key, WARM_UP_S)
+            result = alternate(server, key, cookies, time.monotonic() + options.minutes * 60)
+            time_of = pages(server.url, cookies, TIMES)
+    ratio = result["serving_ratio"]
+    slowest = max(time_of, key=lambda page: time_of[page])
+    figures = result | {
+        "serving_ratio": round(ratio.value, 4),
+        "rows": options.rows,
+        "page_ms": time_of,
+        "slowest_page_ms": time_of[slowest],
+        "median_page_ms": statistics.median(time_of.values()),
+        "bars": {
+            "serving_ratio": {
+                "bar": "at least 0.98",
+                "verdict": ratio.judge("at least", 0.98),
+                "interval": ratio.interval(),
+            },
+            "slowest_page_ms": {
+                "bar": "at most 100",
+                "verdict": "met" if time_of[slowest] <= 100 else "missed",
+                "page": slowest,
+            },
+        },
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
