@@ -31,8 +31,8 @@ from serve.observability.metrics import Metrics
 from serve.observability.tracing import Tracing
 from serve.policies.experiments import Assignment, Turn
 from serve.policies.store import PolicyStore
+from serve.reading.sessions import Sessions
 from serve.recorder import Recorder, Redaction, UnstoredResponses
-from serve.sessions import Sessions
 from serve.swap.swapper import DesiredState, Swap, Swapper
 from serve.vllm.engine import Engine
 
@@ -217,6 +217,7 @@ class Server:
             await asyncio.to_thread(self.tracing.close)
         if self._redaction is not None:
             await self._redaction.close()
+        await self.sessions.close()
         await asyncio.to_thread(self.journal.close)
         self.ledger.close()
         if self._sealing:

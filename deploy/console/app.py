@@ -28,7 +28,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deploy.console.reader import Reader, ReadFailed
+from deploy.config.root import child_environment
 from deploy.console.rendering import OF_ADMINS, STATIC, render
 from serve.http import Problem, page_headers
 from serve.middleware.authentication import LOGIN, READ, Authenticator, client_of, headers_of
@@ -36,12 +36,15 @@ from serve.middleware.bodies import FORM_BYTES, FORMS, Bodies
 from serve.middleware.browser_sessions import cookie_of, set_cookie, token_of
 from serve.middleware.keyring import CONSOLE, Principal
 from serve.observability.audit import AuditLog, AuditLogError
+from serve.reading.reader import Reader, ReadFailed
 from serve.runtime import Server
 
 log = logging.getLogger(__name__)
 
 _READ_S: Final = 30.0
 _ACT_S: Final = 300.0  # a promotion reads all of a policy's files
+_WAITING: Final = 32  # for one process
+_WAITING_EACH: Final = 8  # of one principal
 _LIVE_S: Final = 2.0
 _STREAM_S: Final = 60.0  # then the browser asks again
 _STREAMS: Final = 256
@@ -103,16 +106,22 @@ def create(snapshot: Path, server: Server, authenticator: Authenticator) -> Star
     return _Console(snapshot, server, authenticator).app
 
 
+def _reader(snapshot: Path, timeout_s: float) -> Reader:
+    """A process that makes pages, with the settings of a file."""
+    module = ("deploy.console.worker", str(snapshot), str(timeout_s))
+    return Reader(module, timeout_s, waiting=_WAITING, waiting_each=_WAITING_EACH, environment=child_environment)
+
+
 class _Console:
     def __init__(self, snapshot: Path, server: Server, authenticator: Authenticator) -> None:
         self.server = server
         self.authenticator = authenticator
-        self.files = Reader(snapshot, _READ_S)
+        self.files = _reader(snapshot, _READ_S)
         self.forms = Bodies(FORM_BYTES, FORMS)
         self.logins = Bodies(FORM_BYTES, FORMS)  # of strangers, who must not take the others' room
-        self.lake = Reader(snapshot, _READ_S)
-        self.queries = Reader(snapshot, _READ_S)
-        self.actions = Reader(snapshot, _ACT_S)
+        self.lake = _reader(snapshot, _READ_S)
+        self.queries = _reader(snapshot, _READ_S)
+        self.actions = _reader(snapshot, _ACT_S)
         self._live: tuple[float, str] = (0.0, "")
         self._streams: Counter[str] = Counter()
         self._looking = asyncio.Lock()

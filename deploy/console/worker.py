@@ -26,14 +26,12 @@ from deploy.console.pages import compare, data, keys, labels, now, playground, p
 from deploy.console.pages.visit import Answer, NotThere, Visit, page_of_error
 from feedback.process_exit import end_process
 from serve.observability.audit import AuditLog
+from serve.reading.reader import LINE_BYTES
 
 log = logging.getLogger(__name__)
 
 _NICENESS: Final = 10  # the server goes first
 _MEMORY_BYTES: Final = 4 << 30
-LINE_BYTES: Final = 32 << 20
-"""Of an answer; the reader takes no longer one."""
-
 PAGES: Final[dict[str, Callable[[Settings, Visit], Answer]]] = {
     "now": now.page,
     "now_live": now.live,

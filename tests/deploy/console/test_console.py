@@ -28,7 +28,6 @@ from deploy.console.app import _own_path, _Stream, create
 from deploy.console.pages import labels
 from deploy.console.pages.compare import _PAIR, stored
 from deploy.console.pages.visit import Answer
-from deploy.console.reader import Reader, ReadFailed
 from deploy.console.worker import LINE_BYTES, respond, serve
 from deploy.console.worker import PAGES as PAGES_OF_WORKER
 from evaluation.decisions.ledger import MOVES
@@ -36,6 +35,7 @@ from evaluation.results import Sample
 from serve.app import create_app
 from serve.middleware.api_keys import create_key, read_keys, revoke_key
 from serve.observability.audit import AuditLog
+from serve.reading.reader import Reader, ReadFailed
 from tests.deploy.console.conftest import HOSTILE, Site, login, token
 from tests.evaluation.test_results import evaluation, policy
 
@@ -681,7 +681,7 @@ def test_what_takes_too_long_is_ended_and_the_next_page_has_a_process_of_its_own
     request = {"page": "policies", "path": {}, "query": {}, "form": None, "viewer": VIEWER}
 
     async def read() -> None:
-        reader = Reader(settings.snapshot(), timeout_s=0.0001)
+        reader = Reader(["deploy.console.worker", str(settings.snapshot()), "1"], 0.0001, waiting=1)
         with pytest.raises(ReadFailed, match=r"longer than 0\.0001 s"):
             await reader.read(request)
         reader._timeout_s = 60
@@ -694,42 +694,6 @@ def test_what_takes_too_long_is_ended_and_the_next_page_has_a_process_of_its_own
         await reader.close()
 
     asyncio.run(read())
-
-
-async def test_who_asks_for_many_slow_pages_is_told_so_and_nobody_waits_without_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Stopped(Reader):  # the page takes all the time it is given; queue and bounds are the product's
-        async def _started(self) -> Any:
-            return None
-
-        async def _ask(self, child: Any, request: dict[str, Any]) -> dict[str, Any]:
-            await free.wait()
-            return {}
-
-    free, reader = asyncio.Event(), Stopped(Path("unused"), timeout_s=60)
-
-    async def ask(who: str) -> asyncio.Task[dict[str, Any]]:
-        task = asyncio.create_task(reader.read({"page": "traffic"}, who))
-        await asyncio.sleep(0)
-        return task
-
-    queue = [await ask("ann") for _ in range(9)]  # one is read, eight wait
-    with pytest.raises(ReadFailed, match="8 pages of yours wait"):
-        await (await ask("ann"))
-    queue += [await ask(f"user {number}") for number in range(24)]
-    with pytest.raises(ReadFailed, match="32 pages wait"):
-        await (await ask("bob"))
-    queue.pop().cancel()
-    await asyncio.sleep(0)
-    with monkeypatch.context() as patch:
-        patch.setattr("deploy.console.reader._WAIT_S", 0)
-        with pytest.raises(ReadFailed, match="asked for before took more than 0 s"):
-            await (await ask("bob"))
-    queue.append(await ask("bob"))
-    free.set()
-    assert await asyncio.gather(*queue) == [{}] * 33
-    assert not reader._waiting
 
 
 def test_many_answers_to_one_prompt_and_many_choices_leave_a_pair_that_nobody_chose_from() -> None:

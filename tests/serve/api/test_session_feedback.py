@@ -7,11 +7,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
-from serve.sessions import MOST_RESPONSES
+from serve.reading.sessions import MOST_RESPONSES
 from tests.feedback.feedback_rows import interaction, put
 from tests.serve.api.test_both_apis import HI, post
 from tests.serve.api.test_unstored import ids
@@ -88,6 +89,21 @@ def test_a_sessions_feedback_that_is_sent_again_is_the_same_when_its_response_is
     assert give(server, session_id=session, feedback_id=mine, value=0).status_code == 409
     assert give(server, session_id=other, feedback_id=mine).status_code == 409
     assert len(recorded(server, give(server, session_id=session).json()["feedback_id"])) == MOST_RESPONSES
+
+
+def test_the_process_that_looks_for_sessions_may_die_and_shows_no_setting(server: LiveServer) -> None:
+    session = str(uuid.uuid4())
+    first = turn(server, session)
+    assert recorded(server, give(server, session_id=session).json()["feedback_id"]).keys() == {first}
+    (worker,) = (
+        child
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if "serve.reading.session_worker" in child.cmdline()
+    )
+    assert worker.cmdline()[-1] == "serve.reading.session_worker"
+    worker.kill()
+    worker.wait(60)
+    assert recorded(server, give(server, session_id=session).json()["feedback_id"]).keys() == {first}
 
 
 def test_a_session_without_a_recorded_response_is_refused_with_404(server: LiveServer) -> None:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import json
 from pathlib import Path
 from typing import Any, Final
 
-import duckdb
-
 from feedback.events import LAST_TURN
-from feedback.lake.tables import Lake, LakeError
+from feedback.lake.tables import Lake
+from feedback.settings_base import IN_CLEAR
 from serve.http import Problem, field_problem
+from serve.reading.reader import Reader, ReadFailed
 
 MOST_RESPONSES: Final = 100
 """Of a longer session the last ones count."""
 
 _TIMEOUT_S: Final = 30.0
+_WAITING: Final = 1000  # one takes some 30 ms, so the last of them waits as long as it may
 _QUERY: Final = """
 SELECT response_id FROM interactions
 WHERE tenant = $tenant AND session_id = $session AND status IN ('complete', 'redacted')
@@ -32,14 +32,21 @@ WHERE feedback.tenant = $tenant AND feedback_id = $feedback
 
 
 class Sessions:
-    """Looks for a session's responses in the journal of this machine and in the lake, one session at a time."""
+    """Looks for a session's responses in the journal of this machine and in the lake, one session at a time.
+
+    ``session_worker`` does so, in a process that the first feedback on a session starts.
+    """
 
     def __init__(self, lake: Lake, journal_folder: Path, days: int) -> None:
         """``days``: how far back responses are looked for."""
-        self._lake = lake
-        self._journal_folder = journal_folder
         self._days = days
-        self._thread = ThreadPoolExecutor(1, "sessions")
+        config = lake.config.model_dump(mode="json", context=IN_CLEAR)
+        task = json.dumps({"uri": lake.uri, "config": config, "journal": str(journal_folder)})
+        self._reader = Reader(["serve.reading.session_worker"], _TIMEOUT_S, waiting=_WAITING, task=task)
+
+    async def close(self) -> None:
+        """End the process."""
+        await self._reader.close()
 
     async def responses(self, tenant: str, session_id: str) -> list[str]:
         """The ids of its complete responses, oldest first, the last ``MOST_RESPONSES``; none if there are none.
@@ -68,15 +75,15 @@ class Sessions:
         return field_problem(404, "session_id", reason)
 
     async def _read(self, query: str, parameters: dict[str, Any], tables: tuple[str, ...]) -> list[str]:
-        def look(connection: duckdb.DuckDBPyConnection) -> list[str]:
-            return [response_id for (response_id,) in connection.execute(query, parameters).fetchall()]
-
-        def read() -> list[str]:
-            return self._lake.read(look, self._journal_folder, tables=tables)
-
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, read)
-        except (LakeError, OSError, TimeoutError, duckdb.Error) as error:
-            reason = str(error) or f"other sessions were looked for for {_TIMEOUT_S:g} s"
-            raise Problem(503, f"the session can't be looked for: {reason}", retry_after=5) from error
+            answer = await self._reader.read({"query": query, "parameters": parameters, "tables": tables})
+        except ReadFailed as error:
+            raise _not_read(str(error)) from error
+        if "error" in answer:
+            raise _not_read(answer["error"])
+        found: list[str] = answer["found"]
+        return found
+
+
+def _not_read(reason: str) -> Problem:
+    return Problem(503, f"the session can't be looked for: {reason}", retry_after=5)
