@@ -23,6 +23,8 @@ from feedback.scoring.sources.human import votes_sql
 
 _T = TypeVar("_T")
 
+_BATCH_ROWS: Final = 2048
+
 _PROMPTS: Final = """
 WITH complete AS (
     SELECT prompt_token_ids, prompt, messages, metadata, response_id, created_at
@@ -62,6 +64,35 @@ FROM interactions JOIN current_rewards USING (response_id)
 WHERE status = 'complete' AND reward IS NOT NULL
 ORDER BY created_at, response_id
 """
+
+
+STALE: Final = "of a policy too far from the parent"
+UNKNOWN_POLICY: Final = "of an unknown policy"
+TOO_LONG: Final = "longer than the context"
+"""Why ``logged_prompts`` leaves a response out."""
+
+_UNFIT: Final = f"""
+CASE
+    WHEN $staleness IS NOT NULL AND (
+        coalesce(len(policy_spans), 0) = 0
+        OR len(list_filter(policy_spans, lambda span: span.policy_version IS NULL)) > 0
+    ) THEN '{UNKNOWN_POLICY}'
+    WHEN list_max(list_transform(policy_spans, lambda span: abs(span.policy_version - $parent))) > $staleness
+    THEN '{STALE}'
+    WHEN len(prompt_token_ids) + len(response_token_ids) > $longest THEN '{TOO_LONG}'
+END
+"""
+_LEARNABLE: Final = "status = 'complete' AND reward IS NOT NULL AND len(response_token_ids) > 0"
+_LOGGED_PROMPTS: Final = f"""
+SELECT response_id, created_at, prompt, messages, prompt_token_ids, sampling, metadata, reward::DOUBLE AS reward
+FROM interactions JOIN current_rewards USING (response_id)
+WHERE {_LEARNABLE} AND {_UNFIT} IS NULL
+"""
+_LEFT_OUT: Final = f"""
+SELECT {_UNFIT} AS reason, count(*) FROM interactions JOIN current_rewards USING (response_id)
+WHERE {_LEARNABLE} AND reason IS NOT NULL GROUP BY ALL
+"""
+_BY_ID: Final = "SELECT {columns} FROM interactions SEMI JOIN wanted USING (response_id) WHERE status = 'complete'"
 
 
 def _sampled(row: str, column: str) -> str:
@@ -267,6 +298,52 @@ def rollouts(lake: Lake, *, versions: Mapping[str, int] | None = None) -> pa.Tab
         lake, versions, ("interactions", "rewards"), lambda connection: _table(connection, _ROLLOUTS, ROLLOUTS)
     )
     return table
+
+
+def logged_prompts(
+    lake: Lake,
+    take: Callable[[Iterable[pa.RecordBatch]], _T],
+    *,
+    versions: Mapping[str, int],
+    parent: int | None = None,
+    max_staleness: int | None = None,
+    longest: int | None = None,
+) -> tuple[_T, dict[str, int]]:
+    """What ``take`` makes of the logged responses with a reward, and how many others were left out, by reason.
+
+    It gets them in batches and in any order, without their tokens: response_id, created_at, prompt, messages,
+    prompt_token_ids, sampling, metadata, reward.
+
+    Args:
+        parent: of a response's policies the one furthest from it may be ``max_staleness`` versions away.
+        longest: tokens that prompt and response may have together.
+    """
+    bounds = {"parent": parent, "staleness": None if parent is None else max_staleness, "longest": longest}
+
+    def read(connection: duckdb.DuckDBPyConnection) -> tuple[_T, dict[str, int]]:
+        # Hash the rewards and stream past them: by its estimates DuckDB would hash the responses, all that are read.
+        connection.execute("SET disabled_optimizers = 'build_side_probe_side'")
+        left_out = dict(connection.execute(_LEFT_OUT, bounds).fetchall())
+        return take(connection.sql(_LOGGED_PROMPTS, params=bounds).to_arrow_reader(_BATCH_ROWS)), left_out
+
+    return _read(lake, versions, ("interactions", "rewards"), read)[0]
+
+
+def logged_responses(
+    lake: Lake,
+    ids: pa.Array,
+    columns: Sequence[str],
+    take: Callable[[Iterable[pa.RecordBatch]], _T],
+    *,
+    versions: Mapping[str, int],
+) -> _T:
+    """What ``take`` makes of these columns of the complete responses with these ids, in batches and in any order."""
+
+    def read(connection: duckdb.DuckDBPyConnection) -> _T:
+        connection.register("wanted", pa.table({"response_id": ids}))
+        return take(connection.sql(_BY_ID.format(columns=", ".join(columns))).to_arrow_reader(_BATCH_ROWS))
+
+    return _read(lake, versions, ("interactions",), read)[0]
 
 
 def preference_pairs(

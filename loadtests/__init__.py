@@ -18,5 +18,5 @@ What is measured: ``bench_capture`` (the data plane), ``bench_console`` (what th
 long both take to start), ``bench_swap`` (swaps under streaming clients), ``bench_loop`` (from a thumb to the policy
 that learned from it) with ``letters`` (its users' taste), ``bench_reshard`` (weight sync by plan against gathering),
 ``bench_train`` (GRPO steps against TRL's) with ``trl_grpo`` (TRL's side of it), ``bench_overlap`` (what sampling ahead
-saves).
+saves), ``bench_traffic`` (what a run's driver reads of a large lake).
 """

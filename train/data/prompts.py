@@ -7,7 +7,7 @@ import json
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,9 +15,10 @@ from typing import Any, Literal
 import numpy as np
 
 from evaluation.suites.held_out import HELD_OUT, IN_SLICE, HeldOut
-from feedback.datasets import Prompt, prompts, redacted, rollouts
+from feedback.datasets import Prompt, prompts, redacted
 from feedback.lake.tables import Lake
 from serve.policies.store import MANIFEST
+from train.batch.packed import Rollout
 from train.config.context_length import longest_context, longest_prompt
 from train.config.training import TrainConfig
 from train.data import own_prompts, pass_rates
@@ -76,10 +77,18 @@ class TrainingData:
         allowed, repeated = asked[: data.max_prompts], len(kept) - len(asked)
         longest = longest_prompt(config.rollout, policy) if allowed else 0
         usable = [p for p in allowed if len(p.prompt_token_ids) <= longest]
-        traffic = Traffic()
-        if data.traffic_prompts_per_step:
-            traffic = Traffic.of(
-                rollouts(lake, versions=versions),
+        logged: Sequence[list[Rollout]] = ()
+        traffic: Traffic | None = None
+        per_step = data.traffic_prompts_per_step
+        if per_step:
+
+            def drawn(groups: int) -> Iterable[int]:
+                return Cycled(range(groups), min(per_step, groups), f"{seed}:traffic").until(config.steps)
+
+            traffic = Traffic.read(
+                lake,
+                versions,
+                drawn,
                 parent=json.loads((policy / MANIFEST).read_bytes())["version"],
                 max_staleness=config.algorithm.correction.max_staleness,
                 longest=longest_context(config.rollout, policy),
@@ -87,6 +96,7 @@ class TrainingData:
                 filter_groups=singleton_baseline is not None and config.algorithm.filter_groups,
                 held_out=held_out,
             )
+            logged = traffic.groups
         fresh = ""
         if from_traffic:
             fresh = f"{len(usable)} prompts{' of traffic' if own else ''} ({len(allowed) - len(usable)} too long, "
@@ -95,21 +105,19 @@ class TrainingData:
             fresh += (f", {repeated} {DUPLICATE}" if own else "") + ")"
         out = redacted(lake, versions=versions)
         without = f"{out} redacted responses and their prompts left out" if out else ""
-        content = repr([p.prompt_token_ids for p in usable]) + repr(traffic.groups)
-        drawn = Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts")
+        content = repr([p.prompt_token_ids for p in usable]) + (traffic.digest if traffic is not None else "")
+        asked_for = Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts")
         if own:
             content += repr([of.prompts for of in own])
         read = [*usable, *(prompt for of in own for prompt in of.prompts)]
         return cls(
-            learned_prompts=traffic.learned_prompts.union(*(held_out.keys(vars(prompt)) for prompt in read)),
-            prompts=Mixed.of(drawn, data.traffic_weight, own) if own else drawn,
-            traffic=Cycled(traffic.groups, min(data.traffic_prompts_per_step, len(traffic.groups)), f"{seed}:traffic"),
-            summary=", ".join(
-                part
-                for part in (fresh, *map(str, own), str(traffic) if data.traffic_prompts_per_step else "", without)
-                if part
+            learned_prompts=frozenset(traffic.learned_prompts if traffic is not None else ()).union(
+                *(held_out.keys(vars(prompt)) for prompt in read)
             ),
-            left_out=sum(traffic.left_out.values()),
+            prompts=Mixed.of(asked_for, data.traffic_weight, own) if own else asked_for,
+            traffic=Cycled(logged, min(per_step, len(logged)), f"{seed}:traffic"),
+            summary=", ".join(part for part in (fresh, *map(str, own), str(traffic or ""), without) if part),
+            left_out=sum(traffic.left_out.values()) if traffic is not None else 0,
             digest=hashlib.sha256(content.encode()).hexdigest(),
             own=own,
         )
@@ -151,9 +159,13 @@ class Cycled:
     draws what it would have drawn.
     """
 
-    items: list[Any]
+    items: Sequence[Any]
     count: int
     seed: str
+
+    def until(self, step: int) -> list[Any]:
+        """The items of all steps before this one; one that several draw is there as often."""
+        return self.draws(0, step * self.count)
 
     def at(self, step: int) -> list[Any]:
         """The items of a step; none if there are none."""

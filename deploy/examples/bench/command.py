@@ -55,8 +55,10 @@ def scoring(**options: Any) -> None:
 
 @bench.command()
 @click.option("--rows", type=click.IntRange(min=1), required=True, help="Responses; one in three has a thumb.")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=6, show_default=True, help="Of each prompt.")
+@click.option("--response-tokens", type=click.IntRange(min=1), default=2, show_default=True, help="Of each response.")
 @pass_settings
-def fill(settings: Settings, rows: int) -> None:
+def fill(settings: Settings, rows: int, prompt_tokens: int, response_tokens: int) -> None:
     """Fill the lake of a home that has none with made-up traffic, and score it, for measurements beside a large lake.
 
     A lake with rows is refused.
@@ -68,8 +70,17 @@ def fill(settings: Settings, rows: int) -> None:
     lake.create()
     if any(lake.counts().values()):
         raise click.ClickException(f"the lake {config.lake.uri} has rows already: made-up ones would be among them")
-    append(lake, 0, rows)
+    append(lake, 0, rows, tokens=(prompt_tokens, response_tokens))
     click.echo(json.dumps({"rows": rows, "scored": score(lake, config.scoring, config.kinds).scored}))
+
+
+@bench.command()
+@pass_settings
+def traffic(settings: Settings) -> None:
+    """What a run of training reads of the lake: seconds, and how much memory that takes beside what is imported."""
+    from deploy.examples.bench.traffic import traffic as measure
+
+    click.echo(json.dumps(measure(settings)))
 
 
 @bench.command()

@@ -16,6 +16,7 @@ from feedback.schema import TABLES, conform
 from feedback.scoring.run import score
 
 _COMMIT_ROWS = 250_000
+_TOKENS = (6, 2)
 _THUMBED = 3  # one response in three has a thumb
 _START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -27,8 +28,11 @@ SELECT {id} AS response_id, {id} AS request_id, NULL::VARCHAR AS session_id, 'us
        TIMESTAMPTZ '{at}' + to_microseconds(i * 1000) AS created_at,
        TIMESTAMPTZ '{at}' + to_microseconds(i * 1000 + 500) AS completed_at,
        NULL::VARCHAR AS messages, i % 90 || ' + ' || i % 7 || ' =' AS prompt,
-       [11, 12, 13, 14, 15, 16]::INTEGER[] AS prompt_token_ids, (i % 90 + i % 7 + i % 2)::VARCHAR AS response,
-       [21, 22]::INTEGER[] AS response_token_ids, [-0.5, -0.25]::FLOAT[] AS logprobs,
+       [CASE k WHEN 0 THEN i // 4 % 5000 WHEN 1 THEN i // 20000 ELSE 11 + k END
+        FOR k IN range({prompt_tokens})]::INTEGER[] AS prompt_token_ids,
+       (i % 90 + i % 7 + i % 2)::VARCHAR AS response,
+       [21 + (k + i) % 1000 FOR k IN range({response_tokens})]::INTEGER[] AS response_token_ids,
+       [-0.25 * (1 + (k + i) % 7) FOR k IN range({response_tokens})]::FLOAT[] AS logprobs,
        [{{'start': 0::INTEGER, 'policy_version': 1::BIGINT}}] AS policy_spans,
        {{'temperature': 1::FLOAT, 'top_p': 1::FLOAT, 'top_k': 0::INTEGER, 'min_p': 0::FLOAT,
          'max_tokens': 8::INTEGER, 'n': 1::INTEGER, 'seed': NULL::BIGINT, 'stop': []::VARCHAR[]}} AS sampling,
@@ -83,12 +87,16 @@ def scoring(
     }
 
 
-def fill(lake: Lake, low: int, high: int) -> None:
-    """Append rows ``low`` to ``high`` of the traffic, in commits of a compacted file's size."""
-    for at in range(low, high, _COMMIT_ROWS):
-        end = min(high, at + _COMMIT_ROWS)
+def fill(lake: Lake, low: int, high: int, *, tokens: tuple[int, int] = _TOKENS) -> None:
+    """Append rows ``low`` to ``high`` of the traffic, in commits of a compacted file's size.
+
+    ``tokens``: of each prompt and of each response. Four responses each have one prompt.
+    """
+    rows = max(1, _COMMIT_ROWS * sum(_TOKENS) // sum(tokens))
+    for at in range(low, high, rows):
+        end = min(high, at + rows)
         for table, sql in (("interactions", _INTERACTIONS), ("feedback", _FEEDBACK)):
-            lake.append(table, _rows(table, sql, at, end))
+            lake.append(table, _rows(table, sql, at, end, tokens))
 
 
 def _late(lake: Lake, history: int, turn: int) -> int:
@@ -102,10 +110,12 @@ def _late(lake: Lake, history: int, turn: int) -> int:
     return table.num_rows
 
 
-def _rows(table: str, sql: str, low: int, high: int) -> pa.Table:
+def _rows(table: str, sql: str, low: int, high: int, tokens: tuple[int, int] = _TOKENS) -> pa.Table:
     at = _START.isoformat(sep=" ", timespec="seconds")
+    values = {"id": _ID, "at": at, "low": low, "high": high, "thumbed": _THUMBED}
+    values |= dict(zip(("prompt_tokens", "response_tokens"), tokens, strict=True))
     with duckdb.connect() as connection:
-        rows = connection.sql(sql.format(id=_ID, at=at, low=low, high=high, thumbed=_THUMBED)).to_arrow_table()
+        rows = connection.sql(sql.format(**values)).to_arrow_table()
     return conform(rows, TABLES[table])
 
 

@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
 
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feedback.datasets import Prompt
+from evaluation.suites.held_out import HeldOut
+from feedback.config import LakeConfig
+from feedback.datasets import STALE, TOO_LONG, UNKNOWN_POLICY, Prompt
+from feedback.lake.tables import Lake
+from tests.feedback.feedback_rows import interaction, put, reward
 from train.batch.packed import PackedBatch, Rollout, Sample
 from train.config.training import TrainConfig
+from train.data import traffic as traffic_module
 from train.data.prompts import Cycled
 from train.data.rewards import Rewards
 from train.data.samples import Informative, score
-from train.data.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, STALE, TOO_LONG, UNKNOWN_POLICY, Traffic
+from train.data.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, Traffic
 from train.objectives.advantages import group_relative
 
-SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+Row = tuple[dict[str, Any], dict[str, Any]]
+NUMBERS: Final = itertools.count()
 
 
-def row(prompt: list[int], reward: float | None, **sampling: Any) -> dict[str, Any]:
-    return {
-        "prompt_token_ids": prompt,
-        "response_token_ids": [5, 6],
-        "logprobs": [-0.1, -0.2],
-        "reward": reward,
-        "sampling": {**SAMPLING, **sampling},
-        "metadata": [],
-        "finish_reason": "stop",
-    }
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    made = Lake(str(tmp_path / "lake"), LakeConfig())
+    made.create()
+    return made
 
 
-def table(*rows: dict[str, Any]) -> pa.Table:
-    return pa.Table.from_pylist(list(rows))
+def row(prompt: list[int], value: float | None, *, metadata: dict[str, str] | None = None, **sampling: Any) -> Row:
+    """A response, and its reward; of those made one after the other, each is the next one's elder."""
+    name = f"r{next(NUMBERS):04}"
+    sampled = {**interaction(name)["sampling"], "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, **sampling}
+    response = interaction(
+        name,
+        prompt_token_ids=prompt,
+        response_token_ids=[5, 6],
+        logprobs=[-0.125, -0.25],
+        sampling=sampled,
+        metadata=list((metadata or {}).items()),
+    )
+    return response, reward(name, value)
+
+
+def read(lake: Lake, *rows: Row, drawn: Callable[[int], Iterable[int]] = range, **options: Any) -> Traffic:
+    put(lake, "interactions", [response for response, _ in rows])
+    put(lake, "rewards", [worth for _, worth in rows])
+    return Traffic.read(lake, lake.versions(), drawn, **options)
+
+
+def again(lake: Lake, **options: Any) -> Traffic:
+    return Traffic.read(lake, lake.versions(), range, **options)
 
 
 def prompts_of(traffic: Traffic) -> list[list[int]]:
@@ -44,59 +68,91 @@ def prompts_of(traffic: Traffic) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------ logged responses
 
 
-def test_where_responses_are_compared_groups_with_equal_rewards_are_left_out_on_request_and_counted() -> None:
-    rows = table(row([1], 0.0), row([1], 1.0), row([2], 1.0), row([2], 1.0), row([3], None), row([3], 1.0))
-    traffic = Traffic.of(rows, singleton_baseline="leave_out", filter_groups=True)
+def test_where_responses_are_compared_groups_with_equal_rewards_are_left_out_on_request_and_counted(lake: Lake) -> None:
+    rows = [row([1], 0.0), row([1], 1.0), row([2], 1.0), row([2], 1.0), row([3], None), row([3], 1.0)]
+    traffic = read(lake, *rows, singleton_baseline="leave_out", filter_groups=True)
     assert prompts_of(traffic) == [[1]]
     assert traffic.left_out == {ALL_EQUAL: 2, ALONE: 1}
-    assert prompts_of(Traffic.of(rows, singleton_baseline="batch", filter_groups=True)) == [[1], [3]]
-    assert prompts_of(Traffic.of(rows, singleton_baseline="leave_out")) == [[1], [2]]
+    assert prompts_of(again(lake, singleton_baseline="batch", filter_groups=True)) == [[1], [3]]
+    assert prompts_of(again(lake, singleton_baseline="leave_out")) == [[1], [2]]
 
 
-def test_each_turn_of_a_conversation_is_learned_from_once_with_its_tokens_as_captured() -> None:
-    first = row([1, 2], 1.0) | {"session_id": "s", "response_token_ids": [3, 4], "logprobs": [-0.5, -0.25]}
-    second = row([1, 2, 30, 4, 5], 0.0) | {"session_id": "s", "response_token_ids": [6], "logprobs": [-0.75]}
-    groups = Traffic.of(table(first, second)).groups
+def test_each_turn_of_a_conversation_is_learned_from_once_with_its_tokens_as_captured(lake: Lake) -> None:
+    first, second = row([1, 2], 1.0), row([1, 2, 30, 4, 5], 0.0)
+    first[0].update(session_id="s", response_token_ids=[3, 4], logprobs=[-0.5, -0.25])
+    second[0].update(session_id="s", response_token_ids=[6], logprobs=[-0.75])
+    groups = read(lake, second, first).groups
     assert [[(turn.prompt, turn.response, turn.log_probs, turn.reward) for turn in group] for group in groups] == [
         [([1, 2], [3, 4], [-0.5, -0.25], 1.0)],
         [([1, 2, 30, 4, 5], [6], [-0.75], 0.0)],  # the first turn is its prompt, as it was rendered, and no target
     ]
 
 
-def test_a_logged_response_that_ended_at_its_longest_length_is_truncated() -> None:
-    rows = table(row([1], 0.0), {**row([1], 1.0), "finish_reason": "length"})
-    assert [r.truncated for r in Traffic.of(rows).groups[0]] == [False, True]
+def test_a_logged_response_that_ended_at_its_longest_length_is_truncated(lake: Lake) -> None:
+    rows = [row([1], 0.0), row([1], 1.0)]
+    rows[1][0]["finish_reason"] = "length"
+    assert [r.truncated for r in read(lake, *rows).groups[0]] == [False, True]
 
 
-def test_where_each_response_teaches_by_itself_none_is_left_out_for_its_group() -> None:
-    traffic = Traffic.of(table(row([2], 1.0), row([2], 1.0), row([3], 1.0)))
+def test_where_each_response_teaches_by_itself_none_is_left_out_for_its_group(lake: Lake) -> None:
+    traffic = read(lake, row([2], 1.0), row([2], 1.0), row([3], 1.0))
     assert [len(group) for group in traffic.groups] == [2, 1]
     assert traffic.left_out == {}
+    assert str(traffic) == "1 groups and 1 lone responses of traffic"
 
 
-@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}, {"temperature": 0.0}])
-def test_rows_sampled_below_full_support_are_refused_and_counted(cut: dict[str, float]) -> None:
-    traffic = Traffic.of(table(row([1], 0.0), row([1], 1.0, **cut)), singleton_baseline="leave_out")
-    assert traffic.groups == []
+def test_groups_and_their_responses_are_in_the_order_of_time_however_they_lie_in_the_lake(lake: Lake) -> None:
+    rows = [row([prompt], value) for prompt, value in ((1, 0.0), (2, 0.25), (1, 0.5), (3, 0.75), (2, 1.0))]
+    traffic = read(lake, *rows[::-1])
+    assert [[r.reward for r in group] for group in traffic.groups] == [[0.0, 0.5], [0.25, 1.0], [0.75]]
+    assert traffic.digest == again(lake).digest
+    put(lake, "rewards", [reward(rows[3][0]["response_id"], 0.5, minute=1)])
+    assert traffic.digest != again(lake).digest
+
+
+def test_of_groups_that_are_not_drawn_nothing_is_read_until_they_are_asked_for(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    read_tokens = traffic_module.logged_responses
+    monkeypatch.setattr(
+        traffic_module,
+        "logged_responses",
+        lambda lake, ids, *more, **options: (
+            asked.append(sorted(ids.to_pylist())) or read_tokens(lake, ids, *more, **options)
+        ),
+    )
+    rows = [row([prompt], 1.0) for prompt in (1, 2, 3, 2)]
+    names = [response["response_id"] for response, _ in rows]
+    traffic = read(lake, *rows, drawn=lambda groups: [groups - 2], held_out=HeldOut())
+    assert asked == [[names[1], names[3]]]
+    assert len(traffic.groups) == 3
+    assert len(traffic.learned_prompts) == 1
+    assert [r.prompt for r in traffic.groups[1]] == [[2], [2]]
+    assert asked == [[names[1], names[3]]]
+    assert [r.prompt for r in traffic.groups[-1]] == [[3]]
+    assert asked[1:] == [[names[2]]]
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.125}, {"temperature": 0.0}])
+def test_rows_sampled_below_full_support_are_refused_and_counted(lake: Lake, cut: dict[str, float]) -> None:
+    traffic = read(lake, row([1], 0.0), row([1], 1.0, **cut), singleton_baseline="leave_out")
+    assert len(traffic.groups) == 0
     assert traffic.left_out[BELOW_FULL_SUPPORT] == 1
     assert "left out: 1 alone for their prompt, 1 sampled below full support" in str(traffic)
 
 
-def test_rows_whose_distribution_was_changed_otherwise_are_refused_but_not_for_a_stop_token() -> None:
-    rows = [row([1], 0.0), row([1], 1.0), row([2], 0.0), row([2], 1.0)]
-    rows[1]["metadata"] = [("millrace:sampling", '{"presence_penalty": 0.5}')]
-    rows[3]["metadata"] = [("millrace:sampling", '{"stop_token_ids": [7]}'), ("theirs", "x")]
-    schema = pa.Table.from_pylist(rows[:1]).schema
-    at = schema.get_field_index("metadata")
-    schema = schema.set(at, pa.field("metadata", pa.map_(pa.string(), pa.string())))
-    traffic = Traffic.of(pa.Table.from_pylist(rows, schema=schema), singleton_baseline="leave_out")
+def test_rows_whose_distribution_was_changed_otherwise_are_refused_but_not_for_a_stop_token(lake: Lake) -> None:
+    penalty = {"millrace:sampling": '{"presence_penalty": 0.5}'}
+    stop = {"millrace:sampling": '{"stop_token_ids": [7]}', "theirs": "x"}
+    rows = [row([1], 0.0), row([1], 1.0, metadata=penalty), row([2], 0.0), row([2], 1.0, metadata=stop)]
+    traffic = read(lake, *rows, singleton_baseline="leave_out")
     assert prompts_of(traffic) == [[2]]
     assert traffic.left_out == {BELOW_FULL_SUPPORT: 1, ALONE: 1}
 
 
-@pytest.mark.parametrize(
-    ("versions", "reason"),
-    [
+def test_a_response_counts_by_that_of_its_policies_which_is_furthest_from_the_parent(lake: Lake) -> None:
+    wanted = [
         ([7], None),
         ([5, 7], None),
         ([4, 7], STALE),
@@ -104,24 +160,23 @@ def test_rows_whose_distribution_was_changed_otherwise_are_refused_but_not_for_a
         ([9], None),
         ([10], STALE),
         ([], UNKNOWN_POLICY),
-    ],
-)
-def test_a_response_counts_by_that_of_its_policies_which_is_furthest_from_the_parent(
-    versions: list[int], reason: str | None
-) -> None:
-    spans = [{"start": i, "policy_version": version} for i, version in enumerate(versions)]
-    rows = [{**row([1], 0.0), "policy_spans": spans}]
-    schema = pa.Table.from_pylist([{**row([1], 0.0), "policy_spans": [{"start": 0, "policy_version": 1}]}]).schema
-    logged = pa.Table.from_pylist(rows, schema=schema)
-    traffic = Traffic.of(logged, parent=7, max_staleness=2)
-    assert traffic.left_out == ({} if reason is None else {reason: 1})
-    assert len(traffic.groups) == (reason is None)
-    assert Traffic.of(logged, parent=7).left_out == {}, "without a bound every policy's responses are welcome"
+        ([7, None], UNKNOWN_POLICY),
+    ]
+    rows = []
+    for prompt, (policies, _) in enumerate(wanted):
+        rows.append(row([prompt], 0.0))
+        spans = [{"start": at, "policy_version": policy} for at, policy in enumerate(policies)]
+        rows[-1][0]["policy_spans"] = spans
+    traffic = read(lake, *rows, parent=7, max_staleness=2)
+    assert prompts_of(traffic) == [[prompt] for prompt, (_, reason) in enumerate(wanted) if reason is None]
+    assert traffic.left_out == {STALE: 3, UNKNOWN_POLICY: 2}
+    for unbound in ({"parent": 7}, {"max_staleness": 2}):
+        assert again(lake, **unbound).left_out == {}, "without a bound every policy's responses are welcome"
 
 
-def test_a_response_that_is_longer_than_the_context_is_left_out_and_counted() -> None:
-    traffic = Traffic.of(table(row([1, 2, 3], 0.0), row([1], 1.0)), longest=4)
-    assert prompts_of(traffic) == [[1]]
+def test_a_response_that_is_longer_than_the_context_is_left_out_and_counted(lake: Lake) -> None:
+    traffic = read(lake, row([1, 2, 3], 0.0), row([1, 2], 1.0), longest=4)
+    assert prompts_of(traffic) == [[1, 2]]
     assert traffic.left_out == {TOO_LONG: 1}
 
 
