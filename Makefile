@@ -95,7 +95,7 @@ live-experiments: setup ## prove on real traffic that harm goes back by itself, 
 thumbs: setup          ## one command, and a person with thumbs alone: two cycles; the last line is JSON
 	$(BIN)/python -m loadtests.thumbs $(ARGS)
 
-tour: setup            ## make the pictures of docs/tour.md anew, of a loop that runs; needs chromium; the last line is JSON
+tour: setup            ## make the pictures and outputs of docs/tour.md anew; needs chromium; the last line is JSON
 	$(BIN)/python -m loadtests.tour $(ARGS)
 
 # How many requests of each kind to send.

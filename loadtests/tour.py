@@ -33,7 +33,7 @@ BLOCK: Final = re.compile(r"(?<=<!-- make tour: )(\w+)( -->\n).*?(<!-- end -->)"
 PORT: Final = 8000
 """The default, which the page has in place of the one that was free."""
 
-WIDTH, HEIGHT, TALLEST, PHONE = 1300, 850, 1400, 390
+WIDTH, HEIGHT, SHORTEST, TALLEST, PHONE = 1300, 850, 560, 1400, 390
 LONGEST_S: Final = 1200.0
 MOST_ASKED: Final = 50
 MOST_BYTES: Final = 150_000
@@ -45,6 +45,8 @@ WAIT_MS: Final = 60_000
 QUERY: Final = """SELECT time_bucket(INTERVAL '30 seconds', created_at) AS at,
     round(avg(value), 2) AS good, count(*) AS thumbs
 FROM feedback WHERE kind = 'thumb' GROUP BY 1 ORDER BY 1"""
+_BOTTOM: Final = """Math.ceil(scrollY + 32 + Math.max(
+    ...[...document.querySelectorAll("main *")].map((one) => one.getBoundingClientRect().bottom)))"""
 _TOLD: Final = re.compile(r"schedule \| (cycle \d+: |cycle-\d+: (step|policy) |policy \d+: |gate: pass)")
 _BRIEF: Final = re.compile(r" took [\d.]+ s$|…$|: step (?!1/)\d*[1-9]/")
 
@@ -77,7 +79,7 @@ class Visitor:
         self.page.mouse.move(0, 0)
         size = self.page.viewport_size
         assert size is not None
-        height = min(max(self.page.evaluate("document.documentElement.scrollHeight"), 600), tallest)
+        height = min(max(self.page.evaluate(_BOTTOM), SHORTEST), tallest)
         self.page.set_viewport_size({"width": size["width"], "height": height})
         few = Image.open(io.BytesIO(self.page.screenshot())).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         self.page.set_viewport_size(size)
