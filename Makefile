@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test test-cluster lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident bench-traffic loadtest learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
+.PHONY: help setup demo test test-cluster lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident bench-traffic loadtest tour learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -100,6 +100,9 @@ live-experiments: setup ## prove on real traffic that harm goes back by itself, 
 
 thumbs: setup          ## one command, and a person with thumbs alone: two cycles; the last line is JSON
 	$(BIN)/python -m loadtests.thumbs $(ARGS)
+
+tour: setup            ## make the pictures and outputs of docs/tour.md anew; needs chromium; the last line is JSON
+	$(BIN)/python -m loadtests.tour $(ARGS)
 
 # How many requests of each kind to send.
 CASES ?= 10000

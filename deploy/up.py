@@ -65,7 +65,7 @@ def up(
             server = _start("serve", settings, say)
             children.append(server)
             wait_until_ready(server, settings)
-            say("up", f"serving on {settings.server_url}")
+            say("up", f"serving on {settings.server_url}; the console is {settings.server_url}/console/")
             if schedule is not False:  # an experiment that a person starts is watched, whether cycles work or not
                 children.append(_start("schedule", settings, say, *(["--no-cycles"] if off else [])))
             if ready:

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -86,6 +86,15 @@ def replace_file(
         os.replace(temporary, path)
     if durable:
         fsync_path(path.parent)
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Files by when they were written. One that is gone by now is left out."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def write_once(path: Path, data: bytes) -> None:

@@ -9,9 +9,10 @@ For several of them: ``server`` (runs ``millrace``), ``tiny_model`` (a random mo
 
 What must hold: ``crash`` (kills servers and commands, counts what was lost), ``fuzz`` (requests that nobody should
 send), ``fuzz_valid`` (requests that the docs allow) with ``valid_requests`` (draws them) and ``valid_answers`` (what an
-answer must be), ``thumbs`` (a person with nothing but thumbs), ``model_shapes`` (models of usual shapes on default
-settings), ``trl_round_trip`` (feedback to TRL and back) with ``trl_sets`` (TRL trains on it; needs
-``requirements-trl.txt``), ``harnesses`` (lm-eval and Inspect on an endpoint and on a policy's folder).
+answer must be), ``thumbs`` (a person with nothing but thumbs), ``tour`` (the same in the console, with pictures),
+``model_shapes`` (models of usual shapes on default settings), ``trl_round_trip`` (feedback to TRL and back) with
+``trl_sets`` (TRL trains on it; needs ``requirements-trl.txt``), ``harnesses`` (lm-eval and Inspect on an endpoint and
+on a policy's folder).
 
 What is measured: ``bench_capture`` (the data plane), ``bench_console`` (what the console costs serving),
 ``bench_serve`` (against vLLM's own server), ``bench_start`` (how

@@ -42,8 +42,8 @@ def list_(settings: Settings, every: bool, as_json: bool) -> None:
     print_table(["id", "at (UTC)", "decision", "who", "policy", "against", "items", "what"], rows, empty)
     if names := history.candidates:
         click.echo(
-            f"\n{len(names)} candidates, {history.passes} passed; levels given so far: {history.levels_given():.3g}; "
-            f"{history.promise()}"
+            f"\n{len(names)} candidate{'' if len(names) == 1 else 's'}, {history.passes} passed; "
+            f"levels given so far: {history.levels_given():.3g}; {history.promise()}"
         )
 
 

@@ -92,7 +92,8 @@ def policies(ctx: click.Context, settings: Settings, as_json: bool) -> None:
         if lost := policy.lineage.get("erased_rows"):
             click.echo(f"policy {policy.version}: rows were erased while it was trained: {lost}")
     if pointer:
-        click.echo(f"\npolicy {pointer.version} serves since {pointer.at} ({pointer.who}: {pointer.why})")
+        since = f"{pointer.at[:19].replace('T', ' ')} UTC"
+        click.echo(f"\npolicy {pointer.version} serves since {since} ({pointer.who}: {pointer.why})")
         if any(policy.marked for policy in found if policy.version == pointer.version):
             click.echo(
                 "it is marked for retraining: cycles train from one that is not, until a candidate passes the gate"

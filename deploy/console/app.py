@@ -67,7 +67,7 @@ _PAGES: Final = {
     "/policies/{version:version}": "policy",
     "/policies/{version:version}/traffic": "policy_traffic",
     "/playground": "playground",
-    "/playground/learned": "learned",
+    "/playground/judged": "judged",
     "/traffic": "traffic",
     "/traffic/{response_id}": "interaction",
     "/labels": "labels",
@@ -80,7 +80,7 @@ _PAGES: Final = {
     "/keys": "keys",
 }
 _LAKE: Final = frozenset(
-    {"policy_traffic", "learned", "traffic", "interaction", "compare", "compare_next", "compare_suites"}
+    {"policy_traffic", "judged", "traffic", "interaction", "compare", "compare_next", "compare_suites"}
     | {"labels", "labels_next", "labels_agreement"}
 )
 """Pages that may take longer; they have a process of their own, so that the others don't wait for them."""

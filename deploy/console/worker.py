@@ -41,7 +41,7 @@ PAGES: Final[dict[str, Callable[[Settings, Visit], Answer]]] = {
     "promote": policies.promote,
     "rollback": policies.rollback,
     "playground": playground.page,
-    "learned": playground.learned,
+    "judged": playground.judged,
     "traffic": traffic.page,
     "interaction": traffic.one,
     "compare": compare.page,

@@ -22,7 +22,7 @@ from evaluation.evaluate import compare_samples
 from evaluation.harness.results import load_all
 from evaluation.report.evidence import Race, races, spending
 from evaluation.report.page import GateRow, PolicyRow, ReportData, SuiteRow, SwapRow, traffic
-from evaluation.results import Evaluation, Interval, PolicyResult, Sample
+from evaluation.results import Evaluation, Interval, PolicyResult, Sample, load_readable
 from evaluation.shadow.kept import FOLDER
 from evaluation.statistics.intervals import bootstrap_mean
 from evaluation.suites.decoding import GREEDY, Decoding
@@ -54,7 +54,7 @@ def gather(
     resolved = settings.resolved()
     store, ledger = settings.policy_store(), settings.ledger()
     history, confidence = History.of(ledger.entries()), resolved.evaluation.gate.confidence
-    on_all_suites = _evaluations(resolved.evaluation.folder)
+    on_all_suites, damaged = _evaluations(resolved.evaluation.folder)
     evaluations = [evaluation for evaluation in on_all_suites if evaluation.role == "success"]
     cycles = records.load_all(settings)
     samples, between, how = _samples(resolved, store, evaluations)
@@ -94,13 +94,14 @@ def gather(
         totals={**counted, **(totals or {})},
         stages=_stages(cycles),
         confidence=confidence,
+        damaged=tuple(damaged),
     )
 
 
-def _evaluations(folder: Path) -> list[Evaluation]:
-    """All evaluations there are, oldest first."""
-    found = [Evaluation.load(path) for path in folder.glob("*-vs-*.json")]
-    return sorted(found, key=lambda evaluation: evaluation.created_at)
+def _evaluations(folder: Path) -> tuple[list[Evaluation], list[str]]:
+    """All evaluations that can be read, oldest first; and the names of the files that can't."""
+    found, damaged = load_readable(sorted(folder.glob("*-vs-*.json")))
+    return sorted(found, key=lambda evaluation: evaluation.created_at), damaged
 
 
 def _policies(

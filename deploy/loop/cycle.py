@@ -433,7 +433,7 @@ class _Cycle:
             self.record.reward_model = version
         if version is None:
             which = "reward model to evaluate by" if held_out else "reward model"
-            return f"there is no {which} yet: {why or f'{new} feedbacks, {least} are needed'}"
+            return f"there is no {which} yet: {why or f'it needs {least} pieces of feedback, and has {new}'}"
         return None
 
     def _run(

@@ -34,7 +34,7 @@ from deploy.notify.webhooks import failures
 from evaluation.decisions.history import History, hypothesis
 from evaluation.decisions.plan import declared
 from evaluation.statistics import error_budget
-from feedback.files import is_locked
+from feedback.files import is_locked, newest_first
 from serve.policies.experiments import Experiment, Experiments
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class LoopMetrics(Collector):
     def _of_training(self) -> Iterator[Metric]:
         """The newest step of the newest run."""
         files = self._settings.path(self._settings.train.runs).glob("*/metrics.jsonl")
-        newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+        newest = next(iter(newest_first(files)), None)
         row = None if newest is None else last_line(newest)
         if newest is None or row is None:
             return

@@ -98,7 +98,8 @@ class ReportData(BaseModel):
     in which a judge compared answers, ``rankings`` all policies on each judge's scale (``Ranking.to_json``). ``metric``
     is the gate's. ``first`` is the policy that the lineage began with, ``feedback`` the mean of people's by policy.
     ``suites`` are results by suite, oldest first; without any, those of ``policies`` are of one. ``moves`` are the
-    serving pointer's. ``harnesses`` are runs of other harnesses, oldest first.
+    serving pointer's. ``harnesses`` are runs of other harnesses, oldest first. ``damaged`` are names of evaluations'
+    files that can't be read.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -131,6 +132,7 @@ class ReportData(BaseModel):
     reward_model: int | None = None
     agreement: Interval | None = None
     confidence: float = 0.95
+    damaged: tuple[str, ...] = ()
     created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
     @cached_property

@@ -229,10 +229,11 @@ class PolicyStore(ServingPointer):
         found, unknown = set[str](), list[int]()
         policy = self.get(version)
         while (parent := policy.parent) is not None:
-            if policy.learned is None:
+            own = self.own_prompts(policy)
+            if own is None:
                 unknown.append(policy.version)
             else:
-                found.update(self._learned(policy, policy.learned["sha256"]))
+                found |= own
             try:
                 policy = self.get(parent)
             except PolicyNotFound:  # removed by hand
@@ -247,15 +248,20 @@ class PolicyStore(ServingPointer):
             policy = self.get(policy.parent)
         return policy
 
-    def _learned(self, policy: Policy, sha256: str) -> list[str]:
+    def own_prompts(self, policy: Policy) -> frozenset[str] | None:
+        """Hashes of the prompts that a policy itself learned from; None if its manifest does not say.
+
+        Raises PolicyCorrupt if the list is not the one that was published.
+        """
+        if policy.learned is None:
+            return None
         try:
             content = (policy.path / LEARNED).read_bytes()
         except OSError as error:
             raise PolicyCorrupt(f"policy {policy.version}: {LEARNED} can't be read: {error.strerror}") from error
-        if hashlib.sha256(content).hexdigest() != sha256:
+        if hashlib.sha256(content).hexdigest() != policy.learned["sha256"]:
             raise PolicyCorrupt(f"policy {policy.version}: {LEARNED} is not the one that was published")
-        learned: list[str] = json.loads(content)
-        return learned
+        return frozenset(json.loads(content))
 
     def versions(self) -> list[int]:
         """All published versions, rising."""

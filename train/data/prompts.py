@@ -99,7 +99,8 @@ class TrainingData:
             logged = traffic.groups
         fresh = ""
         if from_traffic:
-            fresh = f"{len(usable)} prompts{' of traffic' if own else ''} ({len(allowed) - len(usable)} too long, "
+            fresh = f"{len(usable)} prompts{' of traffic' if own else ''} "
+            fresh += f"(left out: {len(allowed) - len(usable)} too long, "
             fresh += f"{reasons.count(HELD_OUT)} {HELD_OUT}"
             fresh += f", {reasons.count(IN_SLICE)} {IN_SLICE}" if data.holdout else ""
             fresh += (f", {repeated} {DUPLICATE}" if own else "") + ")"

@@ -16,6 +16,7 @@ from deploy.console.pages import rows, traffic
 from deploy.console.pages.visit import Answer, Visit
 from deploy.console.pages.visit import page as shown
 from evaluation.results import Evaluation, load_readable
+from feedback.files import newest_first
 
 _PAIR: Final = """
 WITH newest AS (
@@ -83,6 +84,8 @@ def suites(settings: Settings, visit: Visit) -> Answer:
     versions = list(answers)
     wanted = [version for version in (visit.query.get("a"), visit.query.get("b")) if version in answers]
     first, second = (wanted + [one for one in versions if one not in wanted] + ["", ""])[:2]
+    if not wanted:  # the older one first, as it is on a policy's page
+        first, second = second, first
     both = [
         (item, answers[first][item], answers[second][item])
         for item in answers.get(first, {})
@@ -119,8 +122,7 @@ def stored(evaluations: list[Evaluation]) -> dict[str, dict[str, dict[str, Store
 
 def _evaluations(folder: Path) -> tuple[list[Evaluation], list[str]]:
     """The newest ``_EVALUATIONS`` there are, as ``load_readable``."""
-    files = sorted(folder.glob("*-vs-*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    return load_readable(files[:_EVALUATIONS])
+    return load_readable(newest_first(folder.glob("*-vs-*.json"))[:_EVALUATIONS])
 
 
 def _shown(template: str, settings: Settings, visit: Visit) -> Answer:

@@ -15,16 +15,19 @@ from deploy.console.pages.visit import Answer, Visit
 from deploy.console.pages.visit import page as shown
 from deploy.console.rendering import render
 from deploy.loop import records
+from deploy.loop.records import EVALUATION_REWARD_MODEL
+from feedback.files import newest_first
 
 _CURVES: Final = (
     ("reward", "Reward"),
-    ("kl_ref", "KL to the reference"),
-    ("entropy", "Entropy"),
-    ("response_length", "Response length"),
+    ("kl_ref", "KL to the reference, nats"),
+    ("entropy", "Entropy, nats"),
+    ("response_length", "Response length, tokens"),
     ("loss", "Loss"),
     ("accuracy", "Accuracy"),
 )
 _MOST_CURVES: Final = 4
+_STAGE_TITLES: Final = {"reward-model": "reward model", EVALUATION_REWARD_MODEL: "gate’s reward model"}
 _COUNTS_S: Final = 20.0
 
 _counted: tuple[float, dict[str, Any] | None] = (-math.inf, None)
@@ -41,7 +44,7 @@ def live(settings: Settings, visit: Visit) -> Answer:
     content = _content(settings)
     parts = {name: render(f"now/{name}", **content) for name in ("serving", "problems", "loop", "experiment", "data")}
     charts = {"training": content["training"], "experiment": content["paths"]}
-    return Answer(json.dumps({"parts": parts, "charts": charts}), type="application/json")
+    return Answer(json.dumps({"parts": parts, "charts": charts, "run": content["run"] or ""}), type="application/json")
 
 
 def _content(settings: Settings) -> dict[str, Any]:
@@ -80,6 +83,7 @@ def _stages(settings: Settings) -> list[dict[str, Any]]:
     stages: list[dict[str, Any]] = [
         {
             "name": stage.name,
+            "title": _STAGE_TITLES.get(stage.name, stage.name),
             "state": "running" if stage.ok is None and record.status == "running" else "done" if stage.ok else "failed",
             "seconds": stage.seconds if stage.seconds is not None else (now - stage.started_at).total_seconds(),
         }
@@ -88,24 +92,24 @@ def _stages(settings: Settings) -> list[dict[str, Any]]:
     if record.status == "running":
         done = {stage["name"] for stage in stages}
         ahead = [name for name in ("score", "train", "evaluate", "promote") if name not in done]
-        stages += [{"name": name, "state": "ahead", "seconds": None} for name in ahead]
+        stages += [{"name": name, "title": name, "state": "ahead", "seconds": None} for name in ahead]
     return stages
 
 
 def _training(settings: Settings, found: status.Status) -> tuple[str | None, list[dict[str, Any]]]:
     """The newest training run and its curves: a title, the steps, the values."""
     runs = settings.path(settings.train.runs)
-    files = sorted(runs.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime)
-    if not files:
+    newest = next(iter(newest_first(runs.glob("*/metrics.jsonl"))), None)
+    if newest is None:
         return None, []
-    rows = _lines(files[-1])
+    rows = _lines(newest)
     curves = []
     for name, title in _CURVES:
         points = [(row.get("step", i), row.get(name)) for i, row in enumerate(rows)]
         finite = [(x, y) for x, y in points if isinstance(y, int | float) and math.isfinite(y)]
         if finite:
             curves.append({"title": title, "x": [x for x, _ in finite], "y": [round(y, 6) for _, y in finite]})
-    return files[-1].parent.name, curves[:_MOST_CURVES]
+    return newest.parent.name, curves[:_MOST_CURVES]
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

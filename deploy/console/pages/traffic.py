@@ -14,6 +14,7 @@ from deploy.console.pages.rows import PAGE, Search
 from deploy.console.pages.tokens import tokens_of
 from deploy.console.pages.visit import Answer, NotThere, Visit
 from deploy.console.pages.visit import page as shown
+from evaluation.suites.held_out import HeldOut
 from feedback.lake.tables import Lake
 from serve.policies.store import PolicyNotFound, PolicyStore
 
@@ -30,6 +31,8 @@ def page(settings: Settings, visit: Visit) -> Answer:
         last = found[PAGE - 1]
         kept = {name: value for name, value in visit.query.items() if value and name not in ("before", "part")}
         more = urlencode(kept | {"before": f"{last['created_at'].isoformat()}~{last['response_id']}"})
+    for row in found:
+        row["asked"] = messages_of(row)[-1]["content"] if row["messages"] else row["prompt"] or ""
     template = "traffic/rows" if visit.query.get("part") == "rows" else "traffic"
     return shown(template, visit, here="traffic", found=found[:PAGE], more=more, wrong=wrong, query=visit.query)
 
@@ -43,7 +46,8 @@ def one(settings: Settings, visit: Visit) -> Answer:
     values: dict[str, Any] = {"row": row, "tokens": tokens_of(row, store)}
     if visit.query.get("part") == "tokens":
         return shown("traffic/tokens", visit, **values)
-    values |= {"messages": messages_of(row), "trained": trained(settings.lake(), store, row)}
+    values |= {"messages": messages_of(row), "held_out": held_out(settings, row)}
+    values["learned"] = learned(settings.lake(), store, row)
     return shown("interaction", visit, here="traffic", **values)
 
 
@@ -60,21 +64,37 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def trained(lake: Lake, store: PolicyStore, row: Mapping[str, Any]) -> list[int]:
-    """The policies whose training read the lake with this response in it, rising."""
+def held_out(settings: Settings, row: Mapping[str, Any]) -> float | None:
+    """The share of prompts that is held out, if this one is of it, so that nothing is trained on it; else None."""
+    share = max(settings.evaluation.holdout, settings.train.data.holdout)
+    if row["prompt"] is None and not row["messages"]:  # token ids, which only a tokenizer could tell
+        return None
+    return share if HeldOut(share=share).in_slice(row) else None
+
+
+def learned(lake: Lake, store: PolicyStore, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The policies that learned from this response's prompt and read the lake with the response in it, rising.
+
+    ``known``: False where a policy's manifest does not say from which prompts it learned, so that it may have.
+    """
     from feedback.maintenance.erasure import was_visible
 
-    found: list[int] = []
+    keys = set[str]() if row["prompt"] is None else HeldOut().keys(row)
+    found, visible = list[dict[str, Any]](), False
     for version in store.versions():
         try:
             policy = store.get(version)
+            at = (policy.lineage.get("lake_versions") or {}).get("interactions")
+            if at is None or datetime.fromisoformat(policy.created_at) < row["created_at"]:
+                continue
+            prompts = store.own_prompts(policy)
         except PolicyNotFound:  # its run has just withdrawn it
             continue
-        at = (policy.lineage.get("lake_versions") or {}).get("interactions")
-        if at is None or datetime.fromisoformat(policy.created_at) < row["created_at"]:
-            continue
-        if found or was_visible(lake, "interactions", {row["response_id"]}, at):  # what one has read the next has too
-            found.append(version)
+        visible = visible or bool(
+            was_visible(lake, "interactions", {row["response_id"]}, at)
+        )  # later reads have it too
+        if visible and (prompts is None or not keys or not keys.isdisjoint(prompts)):
+            found.append({"version": version, "known": prompts is not None and bool(keys)})
     return found
 
 

@@ -38,7 +38,7 @@ function one(figure, chart) {
   if (chart.bar != null) { series.push({ stroke: colour("--bad"), width: 1, dash: [4, 4], points: { show: false } }); data.push(chart.x.map(() => chart.bar)); }
   const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const plot = new uPlot({
-    width: figure.clientWidth, height: HEIGHT, series, padding: [10, 14, 0, 0],
+    width: figure.clientWidth, height: HEIGHT, series, padding: [10, chart.time ? 28 : 14, 0, 0],
     legend: { show: false }, cursor: { y: false, points: { size: 6 } },
     bands: banded ? [{ series: [2, 3], fill: `color-mix(in srgb, ${colour("--accent")} 16%, transparent)` }] : [],
     scales: { x: { time: Boolean(chart.time), ...(chart.labels && { range: [-0.6, chart.x.length - 0.4] }) }, ...(chart.labels && { y: { range: (_, low, high) => uPlot.rangeNum(Math.min(0, low), Math.max(0, high), 0.1, true) } }) },
@@ -53,7 +53,7 @@ function one(figure, chart) {
 /** What the marks of a time axis say: as much of a time as tells them apart. */
 function times(plot, marks) {
   const span = plot.scales.x.max - plot.scales.x.min;
-  const form = new Intl.DateTimeFormat(undefined, span < 120 ? { minute: "2-digit", second: "2-digit" } : span < 86400 * 1.5 ? { hour: "2-digit", minute: "2-digit" } : { month: "short", day: "numeric" });
+  const form = new Intl.DateTimeFormat(undefined, span < 600 ? { hour: "2-digit", minute: "2-digit", second: "2-digit" } : span < 86400 * 1.5 ? { hour: "2-digit", minute: "2-digit" } : { month: "short", day: "numeric" });
   return marks.map((mark) => form.format(mark * 1000));
 }
 

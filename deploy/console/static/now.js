@@ -8,13 +8,14 @@ function follow() {
   const source = new EventSource("/console/live");
   source.onmessage = (event) => {
     clearTimeout(late);
-    const { parts = {}, charts = {}, failed } = JSON.parse(event.data);
+    const { parts = {}, charts = {}, run, failed } = JSON.parse(event.data);
     lost.hidden = !failed;
     for (const [name, html] of Object.entries(parts)) {
       const element = document.getElementById(name);
       if (element.dataset.was !== html) { element.dataset.was = html; element.innerHTML = html; }
     }
     put("training", charts.training);
+    if (run) document.getElementById("run").textContent = run;
     put("paths", charts.experiment);
     refresh();
   };

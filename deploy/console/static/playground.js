@@ -71,7 +71,7 @@ async function finish(answer, response, answers) {
     try {
       await post("/feedback", { response_id: response.response_id, source: play.dataset.who, ...feedback });
       for (const one of answer.querySelectorAll("[aria-pressed]")) one.setAttribute("aria-pressed", String(one === pressed));
-      outcome.innerHTML = await part(`/console/playground/learned?response_id=${encodeURIComponent(response.response_id)}`);
+      outcome.innerHTML = await part(`/console/playground/judged?response_id=${encodeURIComponent(response.response_id)}`);
       refresh(outcome);
     } catch (error) { outcome.textContent = error.message; }
   };

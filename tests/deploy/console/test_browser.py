@@ -88,7 +88,7 @@ def feedback_on(site: Site, response: str) -> list[dict[str, Any]]:
 def test_a_chat_streams_its_votes_reach_the_lake_and_hostile_text_stays_text(visitor: Visitor, site: Site) -> None:
     page = visitor.page
     visitor.log_in("ann")
-    page.get_by_role("link", name="Playground").click()
+    page.get_by_role("link", name="Playground", exact=True).click()
     page.get_by_label("Most tokens").fill("8")
     hostile = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
     page.locator("#ask textarea").fill(hostile)

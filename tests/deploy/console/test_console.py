@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import re
 import threading
@@ -20,6 +21,7 @@ from typing import Any
 import duckdb
 import httpx
 import pytest
+from feedback_rows import append, interaction
 from starlette.routing import Mount
 
 from deploy import initialise
@@ -32,6 +34,9 @@ from deploy.console.worker import LINE_BYTES, respond, serve
 from deploy.console.worker import PAGES as PAGES_OF_WORKER
 from evaluation.decisions.ledger import MOVES
 from evaluation.results import Sample
+from evaluation.suites.held_out import HeldOut, position
+from feedback.ingest.seal import seal
+from feedback.journal.writer import Journal
 from serve.app import create_app
 from serve.middleware.api_keys import create_key, read_keys, revoke_key
 from serve.observability.audit import AuditLog
@@ -202,13 +207,13 @@ def test_a_tenant_sees_its_own_rows_alone(site: Site) -> None:
             "/console/compare",
             f"/console/traffic/{site.others}",
             f"/console/traffic/{site.others}?part=tokens",
-            f"/console/playground/learned?response_id={site.others}",
+            f"/console/playground/judged?response_id={site.others}",
             f"/console/traffic/{site.others}'--",
         ):
             page = ann.get(path)
             assert "secret of other" not in page.text, path
         assert ann.get(f"/console/traffic/{site.others}").status_code == 404
-        assert ann.get(f"/console/playground/learned?response_id={site.others}").status_code == 404
+        assert ann.get(f"/console/playground/judged?response_id={site.others}").status_code == 404
 
 
 def test_held_out_prompts_which_may_be_any_tenants_are_shown_to_admins_alone(settings: Settings, model: Path) -> None:
@@ -234,6 +239,61 @@ def test_held_out_prompts_which_may_be_any_tenants_are_shown_to_admins_alone(set
             shown,
             not shown,
         )
+
+
+def test_a_response_names_the_policies_that_learned_from_its_prompt_and_says_if_it_is_held_out(
+    settings: Settings, model: Path, tmp_path: Path
+) -> None:
+    held_out = settings.evaluation.model_copy(update={"holdout": 0.3})
+    settings = settings.model_copy(update={"evaluation": held_out})
+    initialise.initialise(settings, str(model), revision=None, who="tests")
+    kept = next(text for text in map(str, itertools.count()) if position(text) < 0.3)
+    asked = next(text for text in map(str, itertools.count()) if position(text) >= 0.3)
+    journal = Journal(tmp_path / "journal", settings.feedback.journal, "replica-0")
+    journal.open()
+    for name, prompt in (("asked", asked), ("kept", kept)):
+        append(journal, "interactions", interaction(name, prompt=prompt))
+    journal.close()
+    lake = settings.lake()
+    lake.create()
+    before = lake.versions()
+    seal(lake, tmp_path / "journal")
+    after = {"lake_versions": lake.versions()}
+    keys = HeldOut().keys({"prompt": asked})
+    publish = partial(settings.policy_store().publish, model, parent=1, metrics={})
+    for lineage, learned in (
+        ({"lake_versions": before}, keys),  # the response was not there yet
+        (after, keys),
+        (after, {"of another prompt"}),
+        (after, None),
+    ):
+        publish(lineage=lineage, learned_prompts=learned)
+
+    def shown(page: str, name: str) -> str:
+        path, query = ({"response_id": name}, {}) if page == "interaction" else ({}, {"response_id": name})
+        viewer = VIEWER | {"tenant": "default"}
+        answer = respond(settings, {"page": page, "path": path, "query": query, "form": None, "viewer": viewer})
+        assert answer.status == 200, answer.body[-500:]
+        return answer.body
+
+    assert re.findall(r'policies/(\d+)">policy \d+</a>( <small>perhaps)?', shown("interaction", "asked")) == [
+        ("3", ""),
+        ("5", " <small>perhaps"),
+    ]
+    assert "held out" not in shown("interaction", "asked")
+    assert re.findall(r'policies/(\d+)">policy', shown("interaction", "kept")) == ["5"]
+    assert "one of the 30 % of prompts that are held out" in shown("interaction", "kept")
+    assert "can learn from this" in shown("judged", "asked")
+    assert "one of the 30 % that are held out" in shown("judged", "kept")
+
+
+def test_the_playground_asks_for_no_more_tokens_than_fit_into_the_context(settings: Settings, model: Path) -> None:
+    initialise.initialise(settings, str(model), revision=None, who="tests")
+    request = {"page": "playground", "path": {}, "query": {}, "form": None, "viewer": VIEWER}
+    assert 'name="max_tokens" min="1" max="128" value="128"' in respond(settings, request).body  # the model's context
+    engine = settings.serve.engine.model_copy(update={"max_model_len": 32})
+    narrow = settings.model_copy(update={"serve": settings.serve.model_copy(update={"engine": engine})})
+    assert 'name="max_tokens" min="1" max="32" value="32"' in respond(narrow, request).body
 
 
 def test_answers_to_a_suite_are_shown_of_any_two_policies_with_the_scores_they_got(settings: Settings) -> None:
@@ -276,6 +336,22 @@ def test_a_damaged_evaluation_is_named_and_the_others_are_shown(settings: Settin
         assert "<code>1-vs-3.json</code>" in answer.body
         assert "5-vs-3.json" not in answer.body
         assert ("five" in answer.body) == (page == "compare_suites")
+
+
+def test_an_evaluation_that_goes_while_the_folder_is_read_is_left_out(settings: Settings) -> None:
+    folder = settings.path(settings.evaluation.folder)
+    sample = Sample(
+        id="1", prompt="2+2=", answer="4", candidate="five", incumbent="3", candidate_score=1, incumbent_score=0
+    )
+    evaluation(samples=(sample,)).save(folder)
+    (folder / "9-vs-5.json").symlink_to(
+        folder / "gone.json"
+    )  # listed, and not there: as one that has just been removed
+    viewer = VIEWER | {"scopes": ["read", "admin"]}
+    answer = respond(settings, {"page": "compare_suites", "path": {}, "query": {}, "form": None, "viewer": viewer})
+    assert answer.status == 200, answer.body[-500:]
+    assert "five" in answer.body
+    assert "9-vs-5.json" not in answer.body
 
 
 def test_held_out_answers_side_by_side_are_for_admins_alone(site: Site) -> None:

@@ -44,7 +44,8 @@ def test_a_cycle_that_trains_shows_its_stages_and_the_curves_so_far(home_with_po
     assert "cycle 1, begun" in found["parts"]["loop"]
     assert "2.5 s" in found["parts"]["loop"]
     curves = {curve["title"]: (curve["x"], curve["y"]) for curve in found["charts"]["training"]}
-    assert curves == {"Reward": ([0, 1], [0.25, 0.5]), "KL to the reference": ([1], [0.125])}
+    assert curves == {"Reward": ([0, 1], [0.25, 0.5]), "KL to the reference, nats": ([1], [0.125])}
+    assert found["run"] == "cycle-000001"
 
 
 def test_a_cycle_that_died_is_what_is_wrong_with_what_to_do(home_with_policy: Settings) -> None:

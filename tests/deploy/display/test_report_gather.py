@@ -183,6 +183,17 @@ def test_a_home_that_lacks_a_part_has_a_report_of_the_rest(used: Settings, lost:
     assert "v4" in build(gather(used, title="T"), tmp_path / "report.html").read_text()
 
 
+def test_a_damaged_evaluation_is_named_and_the_report_has_the_others(used: Settings, tmp_path: Path) -> None:
+    torn = used.resolved().evaluation.folder / "2-vs-1.json"
+    torn.write_bytes(torn.read_bytes()[:-100])
+    data = gather(used, title="T")
+    assert data.damaged == ("2-vs-1.json",)
+    assert [[row.version for row in of.policies] for of in data.suites] == [[2, 3], [2, 4]]
+    page = build(data, tmp_path / "report.html").read_text()
+    assert "<code>2-vs-1.json</code>" in page
+    assert "v4" in page
+
+
 def test_evidence_that_is_gone_is_named(used: Settings) -> None:
     shutil.rmtree(used.home / "decisions" / "evidence")
     with pytest.raises(LedgerDamaged, match="can't be read"):

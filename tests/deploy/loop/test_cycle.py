@@ -167,7 +167,8 @@ def test_a_cycle_without_a_suite_draws_one_of_the_held_out_slice_as_soon_as_ther
     held_out = [prompt for prompt in asked if position(prompt) < 0.5]
     assert len(items) == 70
     assert {item.prompt for item in items} < set(held_out)
-    counted = f"{200 - len(held_out)} prompts (0 too long, 70 of a held-out suite, {len(held_out) - 70} of the held-out"
+    left_out = f"0 too long, 70 of a held-out suite, {len(held_out) - 70} of the held-out"
+    counted = f"{200 - len(held_out)} prompts (left out: {left_out}"
     assert counted in str(record.reason)
     drawn = settings.path("suite.jsonl").read_bytes()
     assert [stage.name for stage in run_cycle(settings).stages] == ["score", "train"]

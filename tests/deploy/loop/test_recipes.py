@@ -307,7 +307,7 @@ def test_a_cycle_without_enough_feedback_for_a_reward_model_says_so_and_trains_n
     put(lake, "feedback", [said("f1", "r1", "thumb", value=1)])
     record = run_cycle(settings)
     assert record.status == "skipped"
-    assert record.reason == "there is no reward model yet: 1 feedbacks, 64 are needed"
+    assert record.reason == "there is no reward model yet: it needs 64 pieces of feedback, and has 1"
     assert [stage.name for stage in record.stages] == ["score"]
     assert nothing_left() == []
 

@@ -54,7 +54,7 @@ def test_a_marked_reward_model_is_trained_anew_once_and_not_every_cycle(marked: 
     assert store.versions() == [1, 2]
     assert why == [
         "there is no reward model yet: worse than a coin",
-        *[f"there is no reward model yet: 0 feedbacks, {least} are needed"] * 2,
+        *[f"there is no reward model yet: it needs {least} pieces of feedback, and has 0"] * 2,
     ]
     assert cycle(marked, model, keep=True, feedback=2 * least) is None
     assert store.versions() == [1, 2, 3]

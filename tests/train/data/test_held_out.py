@@ -139,7 +139,7 @@ def test_no_response_is_sampled_for_a_prompt_of_the_suite(lake: Lake, policy: Pa
     distinct = {tuple(columns["prompt_token_ids"]) for columns in ASKS.values()}
     if limit == 1000:
         assert {prompt.prompt for prompt in data.prompts.items} == {OTHERS[name]["prompt"] for name in list(OTHERS)[:3]}
-        assert str(data) == f"3 prompts (0 too long, {len(distinct)} {HELD_OUT})"
+        assert str(data) == f"3 prompts (left out: 0 too long, {len(distinct)} {HELD_OUT})"
     else:
         held_out = HeldOut.load([suite], policy)
         assert not any(held_out.contains(vars(prompt)) for prompt in data.prompts.items)

@@ -89,7 +89,7 @@ def test_no_fresh_response_is_sampled_for_a_held_out_prompt(algorithm: str, lake
     data, traffic = read(lake, policy, algorithm), set(range(ROWS)) - set(IMPORTED)
     assert rows_of(data, policy) == traffic - SLICE
     left = len(traffic & SLICE)
-    assert str(data) == f"{len(traffic - SLICE)} prompts (0 too long, 0 {HELD_OUT}, {left} {IN_SLICE})"
+    assert str(data) == f"{len(traffic - SLICE)} prompts (left out: 0 too long, 0 {HELD_OUT}, {left} {IN_SLICE})"
     assert rows_of(read(lake, policy, algorithm, share=0.0), policy) == traffic
 
 

@@ -172,7 +172,8 @@ def test_a_prompt_that_traffic_has_too_is_drawn_with_the_metadata_of_the_file(
     file = write(tmp_path / "own.jsonl", {"prompt": "odds ab>", "answer": "mine"})
     data = read(lake, policy, {"path": file, "metadata": {"answer": "answer"}})
     assert {p.prompt: p.metadata["answer"] for p in data.prompts.items} == {"odds cd>": "four", "odds ab>": "mine"}
-    assert "1 prompts of traffic (0 too long, 0 of a held-out suite, 1 duplicates), 1 prompts of own.jsonl" in str(data)
+    left_out = "0 too long, 0 of a held-out suite, 1 duplicates"
+    assert f"1 prompts of traffic (left out: {left_out}), 1 prompts of own.jsonl" in str(data)
 
 
 def test_with_a_weight_of_zero_traffic_is_not_drawn_and_an_empty_lake_is_enough(
