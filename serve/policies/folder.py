@@ -25,6 +25,10 @@ class PolicyError(RuntimeError):
     """A policy or the store can't be used as requested; the text names what is wrong."""
 
 
+class StoreUnreachable(PolicyError):
+    """The object store that holds the policies did not answer, or refused; the text names it and what to look at."""
+
+
 class PolicyInvalid(PolicyError):
     """A folder is not a policy: a file is missing, is pickle, or isn't what its name says."""
 
