@@ -26,7 +26,10 @@ class PolicyError(RuntimeError):
 
 
 class StoreUnreachable(PolicyError):
-    """The object store that holds the policies did not answer, or refused; the text names it and what to look at."""
+    """What an object store holds can't be had, or written, at the moment; that says nothing of a policy.
+
+    The text names the store, or what is missing here, and what to look at.
+    """
 
 
 class PolicyInvalid(PolicyError):

@@ -5,8 +5,10 @@ Uses obstore (https://developmentseed.org/obstore), whose options are those that
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import logging
+import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,13 +24,32 @@ from obstore.store import from_url
 from feedback.files import fsync_path
 from serve.policies.folder import PolicyCorrupt, PolicyError, StoreUnreachable
 
-log = logging.getLogger(__name__)
-
-_CLIENT: Final = {"connect_timeout": "5s", "timeout": "60s"}  # the latter for each request, and none is for more than
+_TIMEOUTS: Final = {"connect_timeout": "5s", "timeout": "60s"}  # the latter per request, and none is for more than
 _CHUNK: Final = 16 << 20  # these bytes, so that 0.3 MB/s are enough
 _RETRIES: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=90)}
 _RESTORE: Final = "restore the object, or publish the policy again"
 _TRANSFERS: Final = 4  # files, and parts of an upload, at the same time
+_LONGEST: Final = 500  # characters of the client's own message
+_ELAPSED: Final = re.compile(r" in [\d.]+(n|µ|m)?s\b")  # it would make each message another one
+_CONNECTION: Final = frozenset(
+    [
+        "allow_http",
+        "allow_invalid_certificates",
+        "connect_timeout",
+        "http1_only",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
+        "proxy_ca_certificate",
+        "proxy_excludes",
+        "proxy_url",
+        "read_timeout",
+        "root_certificate",
+        "timeout",
+        "user_agent",
+    ]
+)
+"""Options of the connection, which deltalake takes among those of the store, and obstore beside them."""
 
 
 class Conflict(PolicyError):
@@ -49,18 +70,20 @@ class ObjectStore:
     def __init__(self, uri: str, options: Mapping[str, str], redact: Callable[[str], str] = str) -> None:
         self.uri = uri.rstrip("/")
         self._redact = redact
-        given = {name.lower(): value for name, value in options.items()}
-        http = [given.pop(name, "false").lower() == "true" for name in ("aws_allow_http", "allow_http")]
+        config, connection = dict[str, str](), dict[str, str](_TIMEOUTS)
+        for name, value in options.items():
+            of_connection = (short := name.lower().removeprefix("aws_")) in _CONNECTION
+            (connection if of_connection else config)[short if of_connection else name.lower()] = value
         with self._reached("be opened"):
-            self._store: Any = from_url(
-                self.uri, config=given, client_options={**_CLIENT, "allow_http": any(http)}, retry_config=_RETRIES
-            )
+            self._store: Any = from_url(self.uri, config=config, client_options=connection, retry_config=_RETRIES)
 
-    def read(self, name: str) -> Stored | None:
-        """An object, None if there is none."""
+    def read(self, name: str, at_most: int) -> Stored | None:
+        """An object, None if there is none. Raises PolicyError if it has more bytes than ``at_most``."""
         with self._reached(f"read {name}"):
             try:
                 found = obstore.get(self._store, name)
+                if (size := int(found.meta["size"])) > at_most:
+                    raise PolicyError(f"{self.uri}/{name} has {size} bytes, more than {at_most}: restore it")
                 return Stored(bytes(found.bytes()), _version(found.meta))
             except FileNotFoundError:
                 return None
@@ -78,14 +101,14 @@ class ObjectStore:
 
         Raises Conflict if the object is another one, StoreUnreachable: then whether it was written is not known.
         """
-        with self._reached(f"write {name}"):
+        with self._reached(f"write {name}", must_be_there=True):
             return _version(obstore.put(self._store, name, content, mode=before or "create", use_multipart=False))
 
     def upload(self, files: Mapping[str, Path]) -> None:
         """Write files as objects, by name."""
 
         def one(name: str) -> None:
-            with self._reached(f"write {name}"):
+            with self._reached(f"write {name}", must_be_there=True):
                 obstore.put(self._store, name, files[name], chunk_size=_CHUNK, max_concurrency=_TRANSFERS)
 
         _each(one, files)
@@ -133,13 +156,13 @@ class ObjectStore:
 
     def names(self, prefix: str) -> list[str]:
         """The objects below a prefix."""
-        with self._reached(f"list {prefix}"):
+        with self._reached(f"list {prefix}", must_be_there=True):
             return [one["path"] for one in obstore.list(self._store, prefix).collect()]
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; harmless to repeat."""
         if found := list(names):
-            with self._reached("remove objects"):
+            with self._reached("remove objects"), contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, found)
 
     def try_out(self) -> None:
@@ -147,8 +170,7 @@ class ObjectStore:
 
         Raises PolicyError that says what it does in place of that.
         """
-        name = f"probe-{hashlib.sha256(str(id(self)).encode()).hexdigest()[:16]}"
-        self.delete([name])
+        name = f"probe-{uuid.uuid4().hex}"
         first = self.write_if(name, b"1", None)
         second = self.write_if(name, b"2", first)
         try:
@@ -158,29 +180,33 @@ class ObjectStore:
                 except Conflict:
                     continue
                 raise PolicyError(f"{self.uri} wrote an object against {what}: it can't hold policies")
-            if (found := self.read(name)) is None or (found.content, found.version) != (b"2", second):
+            if (found := self.read(name, 1)) is None or (found.content, found.version) != (b"2", second):
                 raise PolicyError(f"{self.uri} does not read back what it has written: it can't hold policies")
         finally:
             self.delete([name])
 
     @contextmanager
-    def _reached(self, what: str) -> Iterator[None]:
-        """Raise the store's errors as ours. FileNotFoundError stays what it is."""
+    def _reached(self, what: str, *, must_be_there: bool = False) -> Iterator[None]:
+        """Raise the client's errors as ours, without what is secret in them.
+
+        FileNotFoundError stays what it is, unless the bucket itself ``must_be_there``.
+        """
         try:
             yield
         except (PreconditionError, AlreadyExistsError) as error:
-            raise Conflict(f"{self.uri}: {self._text(error)}") from error
-        except FileNotFoundError as error:
-            raise FileNotFoundError(f"{self.uri}: {self._text(error)}") from error
+            raise Conflict(f"{self.uri}: {self._text(error)}") from None
         except (BaseError, OSError, ValueError) as error:
+            if isinstance(error, FileNotFoundError) and not must_be_there:
+                raise FileNotFoundError(f"{self.uri}: {self._text(error)}") from None
             raise StoreUnreachable(
                 f"the policy store {self.uri} could not be reached to {what}: {self._text(error)}. Look at "
                 "serve.policy_store and the network; `millrace doctor` tries the store out"
-            ) from error
+            ) from None
 
     def _text(self, error: Exception) -> str:
-        lines = str(error).strip().splitlines()
-        return self._redact(lines[0] if lines else type(error).__name__)
+        """The client's message without its debug output."""
+        text = " ".join(str(error).partition("Debug source:")[0].split()) or type(error).__name__
+        return self._redact(_ELAPSED.sub("", text))[:_LONGEST]
 
 
 def _version(found: Any) -> dict[str, str]:

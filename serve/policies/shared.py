@@ -1,27 +1,20 @@
 """A policy store that machines share without a shared disk: an object store has it, a local folder is a copy.
 
-    records.json.gz   all small records of the store: manifests, the pointer and its history, gates, pins, marks of
-                      erasures, experiments; and the uploads that are under way
-    objects/ID/NAME   the files of one policy, below the id of its upload, which its manifest names
-
 **One object, one truth.** What must hold between records (the pointer names a policy that is there and has its weights;
 a policy in an experiment is not withdrawn; of two moves from one state one is refused; a version is taken once) holds
-between machines because all of them are in one object, which is only ever replaced on the condition that it is still
-the one that was read: If-Match on its ETag, If-None-Match for the first. A change is made as a plain ``PolicyStore``
-makes it, by its own code, on a scratch folder with the records just read; then the result is written. If another
-machine was first, nothing of it has happened, and it is made anew from the fresh records, a bounded number of times. So
-the object is linearizable, and needs no lease: a machine that dies in the middle holds nothing up, and no clock
-decides. No line of the history is lost, since it is in the same object as the pointer.
-
-A write whose answer is lost may have been done. Each write has an id, and the object has those of the last ones: so
-what was done is recognised, and not taken for another machine's.
+between machines because all of them are in one object (``shared_records``), which is only ever replaced on the
+condition that it is still the one that was read: If-Match on its ETag, If-None-Match for the first. A change is made as
+a plain ``PolicyStore`` makes it, by its own code, on a scratch folder with the records just read; then the result is
+written. If another machine was first, nothing of it has happened, and it is made anew from the fresh records, a bounded
+number of times. So the object is linearizable, and needs no lease: a machine that dies in the middle holds nothing up,
+and no clock decides.
 
 **Files** are never changed. They are uploaded before their version is taken, below an id that is on record first;
 taking the version replaces that record by the manifest. So an object of which no record knows, in records that were
-read after it was listed, is left over, and the next publish removes it (``unreferenced``). An upload whose process died
-is struck from the records by the next publish on that machine, or after a day by one elsewhere; one that was alive
-after all then fails: the clock decides only how long an upload may take. Weights of pruned and withdrawn policies go
-when the records say so, never before.
+read after it was listed, is left over, and the next publish removes it. An upload whose process died is struck from the
+records by the next publish on that machine, or after a day by one elsewhere; one that was alive after all then fails:
+the clock decides only how long an upload may take. Weights of pruned and withdrawn policies go when the records say so,
+never before.
 
 **The copy** on this machine has the layout of a plain store, so all that opens a policy's folder goes on as it is. Its
 records are replaced under the local lock by those of a state that was read under it, so they never go back. A process
@@ -38,12 +31,10 @@ While the store does not answer, reads are of the copy, with a warning, and its 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import logging
 import os
 import random
-import re
 import shutil
 import socket
 import tempfile
@@ -53,52 +44,47 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeVar
 
 from feedback.files import locked, make_folder, replace_file, try_lock
 from serve.config import PolicyStoreConfig
 from serve.policies.experiments import Experiment, Experiments
-from serve.policies.folder import PolicyCorrupt, PolicyError, StoreUnreachable, sha256_file
-from serve.policies.object_store import Conflict, ObjectStore
+from serve.policies.folder import PolicyCorrupt, PolicyError, StoreUnreachable, regular_files, sha256_file
+from serve.policies.object_store import ObjectStore
 from serve.policies.pointer import Outcome, Pointer
-from serve.policies.records import exclusive, now, write_json
-from serve.policies.store import LEARNED, MANIFEST, UNPUBLISHED, Policy, PolicyNotFound, PolicyStore
+from serve.policies.records import exclusive, write_json
+from serve.policies.shared_records import (
+    OBJECTS,
+    RECORDS,
+    UPLOADS,
+    WEIGHTS,
+    SharedRecords,
+    State,
+    age_of,
+    begin_upload,
+    read_folder,
+    strike_upload,
+    unreferenced,
+    upload_of,
+    write_folder,
+)
+from serve.policies.store import LEARNED, MANIFEST, OWN, PRUNED, UNPUBLISHED, Policy, PolicyStore
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RECORDS: Final = "records.json.gz"
-_OBJECTS: Final = "objects"
-_UPLOADS: Final = "uploads"
 _MARKER: Final = ".object_store.json"
 _CHANGING: Final = ".changing-"
 _FETCHING: Final = ".fetching"
-_WEIGHTS: Final = ".safetensors"
-_RECORD: Final = re.compile(
-    r"(serving|candidate)\.json|(history|outcomes)\.jsonl|\.last_version|experiments/\d+\.json"
-    r"|v\d{6,}/(policy|gate|erasures|pin|pruned)\.json"
-)
-"""What of a store's folder is in the records; the rest is this machine's own, or a policy's files."""
-
 _ATTEMPTS: Final = 30  # of a change that other machines come before
 _FRESH_S: Final = 1.0  # what was looked at is taken for new for so long
 _AGAIN_S: Final = 5.0  # after which a store that did not answer is asked again
 _UPLOAD_AGE: Final = timedelta(days=1)
-_WRITES: Final = 64  # whose ids the records keep
 _DOWNLOAD_S: Final = 6 * 3600.0
-
-
-@dataclass(frozen=True)
-class _State:
-    """The records, by path, at one version of their object; None before there is one. ``writes``: the last ids."""
-
-    version: dict[str, str] | None
-    writes: tuple[str, ...]
-    records: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -125,8 +111,9 @@ class SharedPolicyStore(PolicyStore):
         assert config.uri is not None
         self.objects = ObjectStore(config.uri, config.store_options, config.redact)
         self.uri = self.place = self.objects.uri
+        self._records = SharedRecords(self.objects)
         self._config = config
-        self._state: _State | None = None  # of which this process knows that the copy has it, or a later one
+        self._state: State | None = None  # of which this process knows that the copy has it, or a later one
         self._next_look = 0.0
         self._mine = threading.local()  # whether this thread changes the records
         self._silent: str | None = None  # what was last logged of a store that does not answer
@@ -173,22 +160,22 @@ class SharedPolicyStore(PolicyStore):
         self._fetch(policy, weights=False)
         return super()._learned(policy, sha256)
 
-    @contextmanager
-    def hold(self, version: int) -> Iterator[Policy]:
-        self.get(version).require_whole()
-        with super().hold(version) as policy:
-            yield policy
-
     def verify(self, version: int) -> Policy:
         try:
             return super().verify(version)
         except PolicyCorrupt as error:  # it may be the copy alone
             log.warning("%s: it is downloaded anew", error)
-            policy = self.get(version)
-            for name, of in policy.files.items():
-                if (path := policy.path / name).is_file() and sha256_file(path) != of["sha256"]:
-                    path.unlink()
+            self.repair(version)
             return super().verify(version)
+
+    def repair(self, version: int) -> bool:
+        policy = self.get(version)
+        for path in regular_files(policy.path):
+            of = policy.files.get(name := path.relative_to(policy.path).as_posix())
+            if not OWN.fullmatch(name) and (of is None or sha256_file(path) != of["sha256"]):
+                path.unlink(missing_ok=True)
+        policy.require_whole()
+        return True
 
     @property
     def age(self) -> float:
@@ -229,7 +216,7 @@ class SharedPolicyStore(PolicyStore):
         while not self._stop.wait(seconds):
             try:
                 self._look()
-            except (PolicyError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it was, the next look may find what is there again
                 self._warn(error)
 
     def _warn(self, error: Exception) -> None:
@@ -290,7 +277,7 @@ class SharedPolicyStore(PolicyStore):
 
     def withdraw(self, version: int) -> None:
         upload = self.change(lambda store: _withdraw(store, version))
-        self.objects.delete(self.objects.names(f"{_OBJECTS}/{upload}/"))
+        self.objects.delete(self.objects.names(f"{OBJECTS}/{upload}/"))
 
     def prune(self, version: int, why: str, kept: Callable[[], Mapping[int, str]]) -> str | None:
         def remove(store: PolicyStore) -> str | None:
@@ -302,50 +289,56 @@ class SharedPolicyStore(PolicyStore):
             return reason
         with self._alone():
             self._drop_pruned()
-        upload, files = _upload_of(self._folder(version)), super().get(version).files
-        self.objects.delete(f"{_OBJECTS}/{upload}/{name}" for name in files if name.endswith(_WEIGHTS))
+        upload, files = upload_of(self._folder(version)), super().get(version).files
+        self.objects.delete(f"{OBJECTS}/{upload}/{name}" for name in files if name.endswith(WEIGHTS))
         return None
 
     def _take_version(self, aside: Path, manifest: Mapping[str, Any]) -> int:
         """Upload what was written aside, then take a version for it."""
-        self.sweep()
+        try:
+            self.sweep()
+        except PolicyError as error:  # nothing depends on it
+            log.warning("what was left over in the store stays there: %s", error)
         upload = aside.name.removeprefix(UNPUBLISHED)
         try:
-            self.change(partial(_begin_upload, upload=upload, by=self._marker()["copy"]))
+            own = self._marker()["copy"]
+            self.change(lambda store: begin_upload(store.root, upload, by=own))
             names = list(manifest["files"])
             if "learned" in manifest:
                 size = (aside / LEARNED).stat().st_size
                 manifest = {**manifest, "learned": {**manifest["learned"], "size": size}}
                 names.append(LEARNED)
-            self.objects.upload({f"{_OBJECTS}/{upload}/{name}": aside / name for name in names})
+            self.objects.upload({f"{OBJECTS}/{upload}/{name}": aside / name for name in names})
             version = self.change(partial(_end_upload, upload=upload, manifest=manifest))
         except BaseException:
             with contextlib.suppress(PolicyError):  # else the next publish does it
-                if self.change(partial(_strike_upload, upload=upload)):
-                    self.objects.delete(self.objects.names(f"{_OBJECTS}/{upload}/"))
+                if self.change(lambda store: strike_upload(store.root, upload)):
+                    self.objects.delete(self.objects.names(f"{OBJECTS}/{upload}/"))
             raise
-        with self._locked():  # so that it need not be downloaded
-            for name in names:
-                (self._folder(version) / name).parent.mkdir(exist_ok=True)
-                os.rename(aside / name, self._folder(version) / name)
-        shutil.rmtree(aside)
+        try:  # so that it need not be downloaded
+            with self._locked():
+                _place(aside, names, self._folder(version))
+            shutil.rmtree(aside)
+        except (PolicyError, OSError) as error:
+            log.warning("policy %d is published, and will be downloaded: %s", version, error)
         return version
 
     def sweep(self) -> list[str]:
         """Remove what no record knows of, and forget uploads whose process died; the objects that went."""
-        listed = self.objects.names(f"{_OBJECTS}/")  # before the records: what is uploaded is on record first
+        listed = self.objects.names(f"{OBJECTS}/")  # before the records: what is uploaded is on record first
         records = self.change(self._without_dead_uploads)
         self.objects.delete(left := unreferenced(listed, records))
         return left
 
     def _without_dead_uploads(self, store: PolicyStore) -> dict[str, str]:
         own = self._marker()["copy"]
-        for path in (store.root / _UPLOADS).glob("*.json"):
+        for path in (store.root / UPLOADS).glob("*.json"):
             mark = json.loads(path.read_bytes())
-            old = datetime.now(UTC) - datetime.fromisoformat(mark["at"]) > _UPLOAD_AGE
-            if old or (mark["by"] == own and not (self.root / f"{UNPUBLISHED}{path.stem}").exists()):
+            if age_of(mark) > _UPLOAD_AGE or (
+                mark["by"] == own and not (self.root / f"{UNPUBLISHED}{path.stem}").exists()
+            ):
                 path.unlink()
-        return _read_records(store.root)
+        return read_folder(store.root)
 
     def change(self, change: Callable[[PolicyStore], T]) -> T:
         """What ``change`` returns of a plain store with the records; what it makes of them is what the store has.
@@ -359,31 +352,16 @@ class SharedPolicyStore(PolicyStore):
                 with tempfile.TemporaryDirectory(prefix=_CHANGING, dir=self.root) as folder:
                     scratch = PolicyStore(Path(folder))
                     scratch.place = self.place
-                    _write_records(scratch.root, before.records)
+                    write_folder(scratch.root, before.records)
                     result = change(scratch)
-                    records = _read_records(scratch.root)
+                    records = read_folder(scratch.root)
                 if records == before.records:
                     return result
-                if (after := self._write(before, records)) is not None:
+                if (after := self._records.replace(before, records)) is not None:
                     self._apply(after)
                     return result
             time.sleep(random.uniform(0, 0.02 * 2 ** min(attempt, 6)))
         raise PolicyError(f"{self.uri}: other machines were first {_ATTEMPTS} times in a row: try again")
-
-    def _write(self, before: _State, records: dict[str, str]) -> _State | None:
-        """Replace the records that were read; None if they were not the store's any more."""
-        write = uuid.uuid4().hex
-        writes = (*before.writes, write)[-_WRITES:]
-        content = gzip.compress(json.dumps({"format": 1, "writes": writes, "records": records}).encode(), 6, mtime=0)
-        try:
-            return _State(self.objects.write_if(RECORDS, content, before.version), writes, records)
-        except (Conflict, StoreUnreachable) as error:
-            found = self._read()
-            if write in found.writes:  # its answer was lost
-                return found
-            if isinstance(error, Conflict):
-                return None
-            raise
 
     # ------------------------------------------------------------------------------------------------ the copy
 
@@ -400,73 +378,65 @@ class SharedPolicyStore(PolicyStore):
             finally:
                 self._mine.changing = False
 
-    def _read(self) -> _State:
-        found = self.objects.read(RECORDS)
-        if found is None:
-            return _State(None, (), {})
-        try:
-            content = json.loads(gzip.decompress(found.content))
-            state = _State(found.version, tuple(content["writes"]), dict(content["records"]))
-        except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-            raise PolicyError(
-                f"{self.uri}/{RECORDS} can't be read ({error}): restore an earlier version of it"
-            ) from error
-        if content["format"] != 1:
-            raise PolicyError(f"{self.uri}/{RECORDS} is of format {content['format']}: another release made it")
-        return state
-
-    def _pull(self) -> _State:
+    def _pull(self) -> State:
         """What the store has, and so the copy; under the lock."""
-        if (known := self._unchanged()) is not None:
-            return known
-        state = self._read()
-        self._apply(state)
-        return state
-
-    def _unchanged(self) -> _State | None:
-        """What this process knows, if the store has nothing else."""
-        known = self._state
-        if known is None or known.version is None:
-            return None
-        there = self.objects.version(RECORDS)
-        if there is None or there["e_tag"] != known.version["e_tag"]:
-            return None
-        os.utime(self.root / _MARKER)
+        if (known := self._unchanged()) is None:
+            self._apply(known := self._records.read())
         return known
 
-    def _apply(self, state: _State) -> None:
+    def _unchanged(self) -> State | None:
+        """What this process knows, if the store has nothing else, and the copy is there."""
+        known, marker = self._state, self.root / _MARKER
+        if known is None or not marker.exists() or not self._records.are_still(known):
+            return None
+        os.utime(marker)
+        return known
+
+    def _apply(self, state: State) -> None:
         """Make the copy's records those of a state, versions before what may name them."""
         marker = self._marker()
         if state.version is None and marker["seen"]:
             raise PolicyError(
                 f"{self.uri}/{RECORDS} is gone, and {self.root} has a copy: restore the object, or remove the copy"
             )
-        have = _read_records(self.root)
-        wanted = {name: text for name, text in state.records.items() if _RECORD.fullmatch(name)}
-        for name in sorted(wanted.keys() - {name for name in have if have[name] == wanted.get(name)}, key=_order):
-            (self.root / name).parent.mkdir(exist_ok=True)
-            replace_file(self.root / name, wanted[name].encode(), durable=False)
+        have = read_folder(self.root)
+        wanted = state.records
         for name in sorted(have.keys() - wanted.keys(), key=_order, reverse=True):
             if name.endswith(f"/{MANIFEST}"):  # withdrawn
-                aside = self.root / f"{_CHANGING}{uuid.uuid4().hex}"
-                os.rename(self.root / Path(name).parent, aside)
-                shutil.rmtree(aside)
-            else:
-                (self.root / name).unlink(missing_ok=True)
+                self._drop(Path(name).parent)
+            (self.root / name).unlink(missing_ok=True)
+        new = {name for name in wanted if have.get(name) != wanted[name]}
+        for name in [name for name in new if name.endswith(f"/{MANIFEST}")]:  # what is there is torn, or another policy
+            self._drop(Path(name).parent)
+            new |= {other for other in wanted if Path(other).parent == Path(name).parent}
+        for name in sorted(new, key=_order):
+            (self.root / name).parent.mkdir(exist_ok=True)
+            replace_file(self.root / name, wanted[name].encode(), durable=False)
         self._state = state
         self._drop_pruned()
         write_json(self.root / _MARKER, {**marker, "seen": state.version is not None})
 
+    def _drop(self, folder: Path) -> None:
+        """Remove a policy's folder from the copy, all of it at once."""
+        aside = self.root / f"{_CHANGING}{uuid.uuid4().hex}"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self.root / folder, aside)
+            shutil.rmtree(aside)
+
     def _drop_pruned(self) -> None:
-        """Remove the weights of pruned policies from the copy, unless somebody here holds them."""
+        """Remove the weights of pruned policies from the copy, unless somebody here holds them; and parts of them."""
         for pruned in self.root.glob("v*/pruned.json"):
-            weights = list(pruned.parent.glob(f"*{_WEIGHTS}"))
+            weights = list(pruned.parent.glob(f"*{WEIGHTS}"))
             if not weights:
                 continue
             with (pruned.parent / MANIFEST).open("rb") as manifest:
                 if try_lock(manifest.fileno()):
                     for path in weights:
                         path.unlink()
+        for aside in (self.root / _FETCHING).glob("v*[!k]"):  # what killed downloads left
+            folder = self.root / aside.name.removesuffix("-small")
+            if not (folder / MANIFEST).exists() or (folder / PRUNED).exists():
+                shutil.rmtree(aside, ignore_errors=True)
 
     def _marker(self) -> dict[str, Any]:
         """What says that the folder is a copy, and of which store. Raises PolicyError if it is something else."""
@@ -491,48 +461,45 @@ class SharedPolicyStore(PolicyStore):
     def _fetch(self, policy: Policy, *, weights: bool = True) -> None:
         """Download what is missing of a policy's files.
 
-        Raises StoreUnreachable, PolicyNotFound or PolicyPruned if it went meanwhile, PolicyCorrupt, OSError.
+        Raises StoreUnreachable, PolicyNotFound or PolicyPruned if it went meanwhile, PolicyCorrupt.
         """
         if not self._missing(policy, weights):
             return
         aside = self.root / _FETCHING / (policy.path.name + ("" if weights else "-small"))
-        aside.mkdir(parents=True, exist_ok=True)
-        busy = PolicyError(
+        make_folder(aside.parent)
+        busy = StoreUnreachable(
             f"policy {policy.version}: another process has downloaded it for {_DOWNLOAD_S / 3600:g} hours"
         )
-        with locked(aside / ".lock", _DOWNLOAD_S, busy=busy):
+        with locked(aside.with_name(f"{aside.name}.lock"), _DOWNLOAD_S, busy=busy):
             missing = self._missing(policy, weights)
             needed, free = sum(size for size, _ in missing.values()), shutil.disk_usage(self.root).free
             if needed > free:
-                raise PolicyError(
+                raise StoreUnreachable(
                     f"policy {policy.version} needs {needed >> 20} MiB in {self.root}, {free >> 20} MiB are free: make "
                     "room, or set serve.retention.keep_last and run `millrace policies prune`"
                 )
-            upload = _upload_of(policy.path)
-            wanted = {f"{_OBJECTS}/{upload}/{name}": (aside / name, *of) for name, of in missing.items()}
             try:
-                self.objects.download(wanted)
+                upload = upload_of(policy.path)
+                self.objects.download(
+                    {f"{OBJECTS}/{upload}/{name}": (aside / name, *of) for name, of in missing.items()}
+                )
+                _place(aside, missing, policy.path)
             except FileNotFoundError as error:
                 self._update()
-                Policy.require_whole(super().get(policy.version))
+                self.require_servable(policy.version)
                 raise PolicyCorrupt(
                     f"policy {policy.version}: a file of it is gone from the store ({error})"
                 ) from error
-            try:
-                for name in missing:
-                    (policy.path / name).parent.mkdir(exist_ok=True)
-                    os.rename(aside / name, policy.path / name)
-            except FileNotFoundError:
-                raise PolicyNotFound(f"policy {policy.version} was withdrawn from {self.uri}") from None
-            finally:
-                shutil.rmtree(aside, ignore_errors=True)
+            except OSError as error:
+                raise StoreUnreachable(f"policy {policy.version} can't be downloaded: {error}") from error
+            shutil.rmtree(aside, ignore_errors=True)
 
     def _missing(self, policy: Policy, weights: bool) -> dict[str, tuple[int, str]]:
         """Name -> size and sha256 of each file that the copy has not, or not in that size."""
         found = {
             name: (int(of["size"]), str(of["sha256"]))
             for name, of in policy.files.items()
-            if (weights and policy.pruned is None) or not name.endswith(_WEIGHTS)
+            if (weights and policy.pruned is None) or not name.endswith(WEIGHTS)
         }
         if policy.learned is not None:
             found[LEARNED] = policy.learned["size"], policy.learned["sha256"]
@@ -561,69 +528,25 @@ class _SharedExperiments(Experiments):
         return self._store.change(lambda store: store.experiments.change(number, to))
 
 
-def unreferenced(objects: Iterable[str], records: Mapping[str, str]) -> list[str]:
-    """Those of a store's objects that belong to no policy and no upload under way, and weights of pruned policies."""
-    uploading = {Path(name).stem for name in records if name.startswith(f"{_UPLOADS}/")}
-    pruned = {
-        json.loads(text)["objects"]: f"{Path(name).parent}/pruned.json" in records
-        for name, text in records.items()
-        if name.endswith(f"/{MANIFEST}")
-    }
-
-    def needed(name: str) -> bool:
-        upload = name.split("/")[1]
-        return upload in uploading or (upload in pruned and not (pruned[upload] and name.endswith(_WEIGHTS)))
-
-    return [name for name in objects if not needed(name)]
-
-
-def _begin_upload(store: PolicyStore, *, upload: str, by: str) -> None:
-    (store.root / _UPLOADS).mkdir(exist_ok=True)
-    write_json(store.root / _UPLOADS / f"{upload}.json", {"at": now(), "by": by})
-
-
 def _end_upload(store: PolicyStore, *, upload: str, manifest: Mapping[str, Any]) -> int:
     """Take a version for what was uploaded."""
-    if not _strike_upload(store, upload=upload):
+    if not strike_upload(store.root, upload):
         raise PolicyError("the upload took more than a day and was struck as left over: publish the policy again")
     return store.add_record({**manifest, "objects": upload})
 
 
-def _strike_upload(store: PolicyStore, *, upload: str) -> bool:
-    mark = store.root / _UPLOADS / f"{upload}.json"
-    there = mark.exists()
-    mark.unlink(missing_ok=True)
-    return there
-
-
 def _withdraw(store: PolicyStore, version: int) -> str:
-    upload = _upload_of(store.get(version).path)
+    upload = upload_of(store.get(version).path)
     store.withdraw(version)
     return upload
 
 
-def _upload_of(folder: Path) -> str:
-    return str(json.loads((folder / MANIFEST).read_bytes())["objects"])
-
-
-def _read_records(root: Path) -> dict[str, str]:
-    """The records in a folder, by path."""
-    paths = [
-        *root.iterdir(),
-        *root.glob("v*/*.json"),
-        *root.glob("experiments/*.json"),
-        *root.glob(f"{_UPLOADS}/*.json"),
-    ]
-    names = {path.relative_to(root).as_posix(): path for path in paths}
-    kept = {name: path for name, path in names.items() if _RECORD.fullmatch(name) or name.startswith(f"{_UPLOADS}/")}
-    return {name: path.read_text(errors="replace") for name, path in sorted(kept.items())}
-
-
-def _write_records(root: Path, records: Mapping[str, str]) -> None:
-    for folder in {Path(name).parent for name in records}:
-        (root / folder).mkdir(exist_ok=True)
-    for name, text in records.items():
-        (root / name).write_text(text)
+def _place(aside: Path, names: Iterable[str], folder: Path) -> None:
+    """Move files into a policy's folder. Raises FileNotFoundError if that is gone: it is not made again."""
+    for name in names:
+        for parent in reversed(PurePosixPath(name).parents[:-1]):
+            (folder / parent).mkdir(exist_ok=True)
+        os.rename(aside / name, folder / name)
 
 
 def _order(name: str) -> tuple[bool, str]:

@@ -48,7 +48,7 @@ GATE: Final = "gate.json"
 LEARNED: Final = "learned.json"
 PIN: Final = "pin.json"
 PRUNED: Final = "pruned.json"
-_OWN: Final = re.compile(
+OWN: Final = re.compile(
     "|".join(rf"{name}|\.{name}\..*" for name in map(re.escape, (MANIFEST, LEARNED, GATE, ERASURES, PIN, PRUNED)))
 )
 """The store's own files in a policy's folder, and what a killed process left of one that it was writing."""
@@ -143,6 +143,10 @@ class PolicyStore(ServingPointer):
     def unfollow(self) -> None:
         """End ``follow``."""
 
+    def repair(self, version: int) -> bool:
+        """Fetch anew what differs from a policy's manifest; False where there is nowhere to fetch it from."""
+        return False
+
     def publish(
         self,
         source: Callable[[Path], object] | Path | str,
@@ -175,7 +179,7 @@ class PolicyStore(ServingPointer):
             else:
                 copy_model(Path(source), aside)
             for path in aside.iterdir():  # a copy of another policy's folder brings these
-                if _OWN.fullmatch(path.name):
+                if OWN.fullmatch(path.name):
                     path.unlink()
             check_folder(aside)
             files = {
@@ -312,7 +316,7 @@ class PolicyStore(ServingPointer):
                 )
         # A loader takes every *.safetensors that it finds, so an extra file is as bad as a changed one.
         names = {path.relative_to(policy.path).as_posix() for path in regular_files(policy.path)}
-        if surplus := sorted(name for name in names - policy.files.keys() if not _OWN.fullmatch(name)):
+        if surplus := sorted(name for name in names - policy.files.keys() if not OWN.fullmatch(name)):
             raise PolicyCorrupt(f"policy {version}: {surplus[0]} is not in its manifest")
         return policy
 

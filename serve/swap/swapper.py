@@ -226,7 +226,7 @@ class Swapper:
         }
 
     async def _follow(self) -> None:
-        unreadable = None
+        unreadable = unreachable = None
         while self.broken is None:
             await asyncio.sleep(self._pause())
             try:
@@ -249,8 +249,13 @@ class Swapper:
                 await swap
                 raise
             except StoreUnreachable as error:  # that says nothing of the policy, which is tried again
-                log.error("policy %d stays for now: %s", self.engine.version, error)
+                if str(error) != unreachable:
+                    log.error("policy %d stays for now: %s", self.engine.version, error)
+                unreachable = str(error)
                 self._seen, self._readied = before
+                await asyncio.sleep(_RETRY_S)
+            else:
+                unreachable = None
 
     def _step(self, desired: DesiredState) -> Coroutine[Any, Any, None] | None:
         """What to do next, if anything."""

@@ -5,6 +5,7 @@ A machine is a folder of its own for the copy, with the same address.
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import itertools
 import json
@@ -29,8 +30,10 @@ from serve.policies.folder import StoreUnreachable
 from serve.policies.object_store import Conflict, ObjectStore
 from serve.policies.open_store import open_store
 from serve.policies.retention import Kept
-from serve.policies.shared import RECORDS, SharedPolicyStore, unreferenced
+from serve.policies.shared import SharedPolicyStore
+from serve.policies.shared_records import RECORDS, unreferenced
 from serve.policies.store import PolicyCorrupt, PolicyError, PolicyPruned, PolicyStore, StalePointer
+from serve.swap.verification import verify
 from tests.object_store import serving
 from tests.serve.conftest import start_server, stop_server
 from tests.serve.policies.test_store import publish, write_model
@@ -72,7 +75,7 @@ def objects(config: PolicyStoreConfig) -> list[str]:
 
 
 def records(config: PolicyStoreConfig) -> dict[str, str]:
-    found = ObjectStore(config.uri or "", config.store_options).read(RECORDS)
+    found = ObjectStore(config.uri or "", config.store_options).read(RECORDS, 1 << 20)
     assert found is not None
     return dict(json.loads(gzip.decompress(found.content))["records"])
 
@@ -551,3 +554,102 @@ def test_a_server_swaps_to_a_policy_from_another_machine_and_serves_on_without_t
     finally:
         code = stop_server(server)
     assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("../../planted.json", "{}"),
+        ("v000001/../../policy.json", "{}"),
+        ("/tmp/planted.json", "{}"),
+        ("v000001/model.safetensors", "x"),
+        ("serving.json", 5),
+        (".last_version", "x"),
+        ("uploads/../x.json", "{}"),
+        ("v000001/policy.json", "[]"),
+        ("v000001/policy.json", {"files": {"../../planted": None}}),
+        ("v000001/policy.json", {"files": {"/etc/planted": None}}),
+        ("v000001/policy.json", {"files": {"policy.json": None}}),
+        ("v000001/policy.json", {"files": {"model.bin": None}}),
+        ("v000001/policy.json", {"files": {".": None}}),
+        ("v000001/policy.json", {"objects": "../../other"}),
+        ("v000001/policy.json", {"objects": ""}),
+    ],
+)
+def test_records_by_which_a_file_would_lie_elsewhere_are_refused_and_the_copy_stays(
+    machine: Machine, config: PolicyStoreConfig, name: str, text: Any
+) -> None:
+    a = machine("a")
+    publish(a)
+    a.promote(1, expected=None, who="t", why="t")
+    found = records(config)
+    if isinstance(text, dict):
+        manifest = json.loads(found[name])
+        of = manifest["files"]["config.json"]
+        text = json.dumps(manifest | {key: dict.fromkeys(v, of) if key == "files" else v for key, v in text.items()})
+    content = json.dumps({"format": 1, "writes": [], "records": found | {name: text}}).encode()
+    key = f"{(config.uri or '').removeprefix('s3://bucket/')}/{RECORDS}"
+    bucket(config).put_object(Bucket="bucket", Key=key, Body=gzip.compress(content))
+    before = sorted(a.root.parent.rglob("*"))
+    for store in (machine("a"), machine("b")):
+        with pytest.raises(PolicyError, match=r"records\.json\.gz can't be used"):
+            store.serving()
+    with pytest.raises(PolicyError):
+        publish(a)
+    left = [path for path in a.root.parent.rglob("*") if path not in before]
+    assert [path for path in left if "policies" not in path.parts] == []
+    assert PolicyStore(a.root).verify(1).version == 1
+
+
+def test_a_store_that_was_rolled_back_is_served_with_the_files_that_it_names_now(machine: Machine) -> None:
+    a, b = machine("a"), machine("b")
+    publish(a, 1.0)
+    b.verify(1)
+    old = b.objects.read(RECORDS, 1 << 20)
+    assert old is not None
+    a.withdraw(1)
+    state = a._records.read()
+    numbered = {name: text for name, text in state.records.items() if name != ".last_version"}
+    assert a._records.replace(state, numbered) is not None
+    a = machine("a")
+    assert publish(a, 2.0) == 1
+    b = machine("b")
+    with b.hold(1) as held:
+        assert held.weight_files[0].read_bytes() == a.get(1).weight_files[0].read_bytes()
+
+
+def test_what_is_damaged_in_a_servers_copy_is_fetched_anew_before_the_policy_is_refused(machine: Machine) -> None:
+    publish(machine("a"))
+    b = machine("b")
+    path = b.verify(1).weight_files[0]
+    path.write_bytes(b"x" * path.stat().st_size)
+    found = asyncio.run(verify(b, 1, check_finite=True, timeout_s=60))
+    assert found[path.name]["sha256"] == b.get(1).files[path.name]["sha256"]
+
+
+def test_a_stray_object_keeps_nobody_from_publishing_and_a_missing_bucket_is_named(
+    machine: Machine, config: PolicyStoreConfig, tmp_path: Path
+) -> None:
+    key = f"{(config.uri or '').removeprefix('s3://bucket/')}/objects//stray"
+    bucket(config).put_object(Bucket="bucket", Key=key, Body=b"")
+    assert publish(machine("a")) == 1
+    elsewhere = config.model_copy(update={"uri": "s3://nobody/policies"})
+    for call in (SharedPolicyStore.serving, publish):
+        with pytest.raises(StoreUnreachable, match=r"s3://nobody/policies.*NoSuchBucket"):
+            call(on(elsewhere, tmp_path / "c"))
+
+
+def test_options_of_the_connection_are_taken_and_no_secret_is_in_a_message(
+    config: PolicyStoreConfig, tmp_path: Path
+) -> None:
+    secret = "ThisIsVerySecret"
+    options = {**config.store_options, "aws_secret_access_key": secret, "timeout": "9s", "aws_unheard_of": secret}
+    broken = PolicyStoreConfig(uri=config.uri, storage_options=options)
+    with pytest.raises(StoreUnreachable, match="aws_unheard_of") as refused:
+        on(broken, tmp_path / "a")
+    options.pop("aws_unheard_of")
+    down = PolicyStoreConfig(uri=config.uri, storage_options=options | {"aws_endpoint_url": "http://127.0.0.1:9"})
+    with pytest.raises(StoreUnreachable, match=r"s3://bucket/policies") as unreachable:
+        on(down, tmp_path / "a").serving()
+    shown = f"{refused.value!r}{unreachable.value!r}{down!r}{down.model_dump_json()}"
+    assert secret not in shown
