@@ -60,7 +60,8 @@ async def _read_apart(store: PolicyStore, version: int, check_finite: bool, time
     ]
     thread = threading.Thread(target=_run, args=(command, timeout_s, output), name="verification", daemon=True)
     thread.start()
-    result: dict[str, Any] = json.loads(await asyncio.wrap_future(output))
+    text = await asyncio.wrap_future(output)
+    result: dict[str, Any] = json.loads(text)
     return result
 
 
