@@ -180,9 +180,8 @@ def _follows(settings: Settings, status: Status, server: dict[str, Any], pointer
 
 
 def _experiment(settings: Settings, status: Status) -> None:
-    from serve.policies.experiments import Experiments
 
-    found = Experiments(settings.policy_store().root).current()
+    found = settings.policy_store().experiments.current()
     if found is None:
         return
     status.experiment = {name: getattr(found, name) for name in ("number", "candidate", "control", "state")}

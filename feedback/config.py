@@ -25,6 +25,15 @@ _CREDENTIAL: Final = re.compile(r"key|secret|token|sas|password|credential", re.
 _SHORTEST: Final = 6  # characters of a credential; what is shorter stands by chance in any text
 
 
+def without_credentials(text: str, options: Mapping[str, SecretStr]) -> str:
+    """A text without the keys and tokens that are among an object store's options."""
+    for name, secret in options.items():
+        value = secret.get_secret_value()
+        if len(value) >= _SHORTEST and _CREDENTIAL.search(name):
+            text = text.replace(value, str(secret))
+    return text
+
+
 class JournalConfig(Section):
     """The durable append log that every answer and feedback is written to before it is acknowledged."""
 
@@ -151,10 +160,7 @@ class LakeConfig(Section):
 
     def redact(self, text: str) -> str:
         """A text of the object store's client without the keys and tokens that are among its options."""
-        for name, value in self.store_options.items():
-            if len(value) >= _SHORTEST and _CREDENTIAL.search(name):
-                text = text.replace(value, str(self.storage_options[name]))
-        return text
+        return without_credentials(text, self.storage_options)
 
     @model_validator(mode="after")
     def _a_living_writers_file_is_no_orphan(self) -> Self:

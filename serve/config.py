@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from feedback.settings_base import Address, Section
+from feedback.config import without_credentials
+from feedback.settings_base import Address, Secret, Section
 
 
 class EngineConfig(Section):
@@ -264,6 +265,32 @@ class FleetConfig(Section):
         return self
 
 
+class PolicyStoreConfig(Section):
+    """Where policies are that several machines share without a shared disk."""
+
+    uri: Address | None = Field(
+        None,
+        pattern=r"^(s3|gs|az)://[^/]",
+        description="s3://, gs:// or az:// address below which an object store has the policies and all that is on "
+        "record of them; serve.policies is this machine's copy then, a folder of its own. The store must keep to "
+        "conditional writes (`millrace doctor` tries). null: serve.policies has them.",
+    )
+    storage_options: dict[str, Secret] = Field(
+        default_factory=dict,
+        description="Options of the object store (region, endpoint, keys), as feedback.lake.storage_options has them "
+        "for the lake; masked wherever settings are shown.",
+    )
+
+    @property
+    def store_options(self) -> dict[str, str]:
+        """``storage_options`` in clear, for the object store's client."""
+        return {name: secret.get_secret_value() for name, secret in self.storage_options.items()}
+
+    def redact(self, text: str) -> str:
+        """A text of the object store's client without the keys and tokens that are among its options."""
+        return without_credentials(text, self.storage_options)
+
+
 class RetentionConfig(Section):
     """Which versions keep their weights. Manifests always stay."""
 
@@ -314,6 +341,10 @@ class ServeConfig(Section):
         "for where a request comes from: in the audit log, the access log, and where keys are slowed down.",
     )
     policies: str = Field("policies", description="Folder of the policy store.")
+    policy_store: PolicyStoreConfig = Field(
+        default_factory=PolicyStoreConfig,
+        description="Policies in an object store, where there is no shared disk.",
+    )
     replicas: str = Field("replicas", description="Folder where each replica records its swaps.")
     replica_name: str = Field(
         "replica-0",

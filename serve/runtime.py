@@ -30,7 +30,7 @@ from serve.observability.audit import AuditLog
 from serve.observability.metrics import Metrics
 from serve.observability.tracing import Tracing
 from serve.policies.experiments import Assignment, Turn
-from serve.policies.store import PolicyStore
+from serve.policies.open_store import open_store
 from serve.reading.sessions import Sessions
 from serve.recorder import Recorder, Redaction, UnstoredResponses
 from serve.swap.swapper import DesiredState, Swap, Swapper
@@ -110,7 +110,7 @@ class Server:
         self.engine = engine or Engine(config.engine)
         self._with_vllm = engine is None
         self.swapper = Swapper(
-            PolicyStore(Path(config.policies)),
+            open_store(Path(config.policies), config.policy_store),
             self.engine,
             config.swap,
             Path(config.replicas) / f"{config.replica_name}.jsonl",
@@ -151,7 +151,8 @@ class Server:
     def prepare(self, stopped: Callable[[], bool]) -> None:
         """See ``Engine.prepare``; nothing for an engine that isn't vLLM's. Raises PolicyError too."""
         if self._with_vllm:
-            self.swapper.require_policy()
+            if self.swapper.store.uri is None:  # an object store's client has threads, and the engine is to be forked
+                self.swapper.require_policy()
             self.engine.prepare(stopped)
 
     async def start(self) -> None:
@@ -181,6 +182,8 @@ class Server:
             self.failure = error
             await self.close()
             raise
+        if self.swapper.store.uri is not None:
+            self.metrics.watch("policy_store", lambda: {"age_seconds": self.swapper.store.age})
         self.metrics.watch("journal", self.journal.stats)
         self.metrics.watch("keys", self.keyring.stats)
         self.metrics.watch("sealer", self.sealer.stats)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from feedback.config import LakeConfig, ScoringConfig
 from feedback.files import private
 from feedback.settings_base import IN_CLEAR
+from serve.config import PolicyStoreConfig
 
 if TYPE_CHECKING:
     from serve.policies.store import Policy
@@ -43,6 +44,7 @@ class JobContext(BaseModel):
     )
     runs: Path
     policies: Path
+    policy_store: PolicyStoreConfig = Field(default_factory=PolicyStoreConfig)
     reward_models: Path
     lake_uri: str
     lake: LakeConfig = Field(default_factory=LakeConfig)

@@ -15,6 +15,7 @@ from functools import partial
 
 from feedback.config import ScoringConfig
 from feedback.lake.tables import Lake, LakeError
+from serve.policies.open_store import open_store
 from serve.policies.store import Policy, PolicyStore
 from serve.vllm import compat
 from train import algorithms, dataflows
@@ -63,7 +64,7 @@ def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None
     """
     compat.require()
     with only_run(context), ExitStack() as held:
-        stores = Stores(PolicyStore(context.policies), PolicyStore(context.reward_models))
+        stores = Stores(open_store(context.policies, context.policy_store), PolicyStore(context.reward_models))
         lake = Lake(context.lake_uri, context.lake)
         reward = None
         if config.samples:

@@ -80,9 +80,8 @@ def show(settings: Settings, number: int | None, as_json: bool) -> None:
     And the last shadow, or the one of the experiment's candidate.
     """
     from deploy.loop.shadows import results
-    from serve.policies.experiments import Experiments
 
-    experiments = Experiments(settings.policy_store().root)
+    experiments = settings.policy_store().experiments
     found = experiments.last() if number is None else experiments.get(number)
     of = None if number is None or found is None else found.candidate
     last = next((one for one in reversed(results(settings)) if of in (None, one.candidate.version)), None)
@@ -107,9 +106,9 @@ def stop(settings: Settings, number: int | None, why: str) -> None:
     from deploy.loop import promotion
     from deploy.loop.experiments import Controller
     from deploy.loop.promotion import ExperimentRefused
-    from serve.policies.experiments import ExperimentRunning, Experiments
+    from serve.policies.experiments import ExperimentRunning
 
-    experiments = Experiments(settings.policy_store().root)
+    experiments = settings.policy_store().experiments
     current = experiments.current() if number is None else experiments.get(number)
     if current is None or current.state == "ended":
         which = "no experiment runs" if current is None else f"experiment {current.number} has ended"

@@ -166,6 +166,7 @@ def train(
             run=name,
             runs=resolved.train.runs,
             policies=Path(resolved.serve.policies),
+            policy_store=resolved.serve.policy_store,
             reward_models=resolved.evaluation.reward_model_folder if held_out else resolved.train.reward_model.folder,
             lake_uri=resolved.feedback.lake.uri,
             lake=resolved.feedback.lake,

@@ -272,6 +272,7 @@ def _marks(stores: Stores, erasure: str) -> bool:
     """Whether a killed erasure has marked for retraining what it had recorded with policies and reward models."""
     from serve.policies.records import read_json
 
+    stores.policies.versions()  # brings the copy of a shared store up to date
     files = [file for store in vars(stores).values() for file in store.root.glob("v*/erasures.json")]
     records = (record for file in files for record in (read_json(file) or {}).get("erasures", ()))
     return any(record.get("erasure") == erasure and record.get("retrain") for record in records)

@@ -546,9 +546,9 @@ class Settings(Section):
         return train
 
     def policy_store(self) -> PolicyStore:
-        from serve.policies.store import PolicyStore
+        from serve.policies.open_store import open_store
 
-        return PolicyStore(self.path(self.serve.policies))
+        return open_store(self.path(self.serve.policies), self.serve.policy_store)
 
     def ledger(self) -> Ledger:
         """Raises ConfigError if the key can't be read."""
@@ -569,8 +569,8 @@ class Settings(Section):
         from serve.policies.store import PolicyStore
         from train.run.unfinished import Stores
 
-        folders = (self.serve.policies, self.train.reward_model.folder, self.evaluation.reward_model_folder)
-        return Stores(*(PolicyStore(self.path(folder)) for folder in folders))
+        folders = (self.train.reward_model.folder, self.evaluation.reward_model_folder)
+        return Stores(self.policy_store(), *(PolicyStore(self.path(folder)) for folder in folders))
 
     def lake(self) -> Lake:
         from feedback.lake.tables import Lake

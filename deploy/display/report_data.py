@@ -29,7 +29,6 @@ from evaluation.suites.decoding import GREEDY, Decoding
 from evaluation.suites.suite import Suite, SuiteError
 from feedback.config import FeedbackConfig
 from feedback.scoring.sources.human import opinions_sql
-from serve.policies.experiments import Experiments
 from serve.policies.folder import PolicyError
 from serve.policies.store import PolicyStore
 
@@ -76,7 +75,7 @@ def gather(
         moves=tuple(fates(store.history(), store.outcomes())),
         spending=spending(history),
         races=raced,
-        experiments=tuple(experiments(Experiments(store.root))),
+        experiments=tuple(experiments(store.experiments)),
         shadows=tuple(shadows(resolved.evaluation.folder / FOLDER)),
         training=training,
         runs=tuple(runs(resolved.train.runs, training)),

@@ -40,7 +40,6 @@ from evaluation.suites.suite import Suite, SuiteError
 from feedback.datasets import count_on_policy
 from feedback.files import locked
 from feedback.process_exit import SIGNALLED
-from serve.policies.experiments import Experiments
 from serve.policies.retention import retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore
 from train.run.unfinished import give_up
@@ -160,7 +159,7 @@ class _Cycle:
 
         scored = self._run("score", self.settings.cycle.score_timeout_s)
         self.record.rewards, self.record.feedback = (scored["counts"][table] for table in ("rewards", "feedback"))
-        if (tried := Experiments(self.store.root).current()) is not None:
+        if (tried := self.store.experiments.current()) is not None:
             return self._end("skipped", f"experiment {tried.number} tries policy {tried.candidate} on live traffic")
         if self._passed_before(pointer.version):
             parent, reason = pointer.version, None

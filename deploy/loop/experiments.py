@@ -45,7 +45,7 @@ class Controller:
         self.say = say
         self.store: PolicyStore = settings.policy_store()
         self.ledger: Ledger = settings.ledger()
-        self.experiments = Experiments(self.store.root)
+        self.experiments = self.store.experiments
 
     # Start
 

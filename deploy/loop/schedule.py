@@ -30,7 +30,6 @@ from deploy.supervise import preloaded, resident
 from deploy.supervise.children import Child, start
 from evaluation.decisions.ledger import Ledger, LedgerError
 from feedback.files import locked
-from serve.policies.experiments import Experiments
 from serve.policies.store import PolicyError
 
 LOCK = ".schedule.lock"
@@ -176,7 +175,7 @@ class Scheduler:
     def _experiment(self) -> None:
         """Look at the experiment that runs, if one does. What goes wrong is said once, and tried again."""
         try:
-            running = Experiments(self._settings.policy_store().root).current() is not None
+            running = self._settings.policy_store().experiments.current() is not None
             if not running and not self._is_unfinished():  # else a look ends what was moved away
                 return
         except (PolicyError, LedgerError, OSError) as error:

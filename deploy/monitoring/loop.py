@@ -179,7 +179,7 @@ class LoopMetrics(Collector):
             )
 
     def _of_experiments(self) -> Iterator[Metric]:
-        store = Experiments(self._settings.policy_store().root)
+        store = self._settings.policy_store().experiments
         found = [self._experiment(store, number) for number in store.numbers()]
         decisions = Counter(str((one.end or {}).get("decision")) for one in found if one.state == "ended")
         yield _counters("experiments", "Experiments that ended, by what they came to.", "decision", decisions)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from deploy.config.root import EventKind, Settings
 from deploy.loop import records
 from deploy.loop.records import CycleRecord
-from serve.policies.experiments import Experiment, Experiments
+from serve.policies.experiments import Experiment
 from serve.policies.store import Pointer
 
 
@@ -74,7 +74,7 @@ def since(settings: Settings, position: Position) -> Iterator[tuple[Position, Ev
             move = pointer.generation
             by_server = (pointer.generation, pointer.who) in refused
             yield Position(cycle, move, experiment), _of_move(pointer, by_server=by_server)
-    experiments = Experiments(store.root)
+    experiments = store.experiments
     for number in (number for number in experiments.numbers() if number > experiment):
         found = experiments.get(number)
         if found.state != "ended":

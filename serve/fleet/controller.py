@@ -18,7 +18,7 @@ from serve.config import FleetConfig
 from serve.fleet.planner import NOTHING, next_step
 from serve.fleet.reports import Report, reports
 from serve.fleet.state import Deployment, FleetError, FleetRecord, FleetState, Instant, instant
-from serve.policies.experiments import ExperimentReader, Experiments
+from serve.policies.experiments import ExperimentReader
 from serve.policies.store import Pointer, PolicyError, PolicyStore, RecordDamaged, StalePointer
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Controller:
         self.folder = folder
         self.config = config
         self.record = FleetRecord(store.root)
-        self._experiments = ExperimentReader(Experiments(store.root))
+        self._experiments = ExperimentReader(store.experiments)
         self._clock = clock
         self._lock = -1
         self._recorded = 0  # the newest generation that this process knows to be on record as having served

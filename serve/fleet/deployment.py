@@ -23,7 +23,7 @@ from serve.local_ray.cluster import connect, local_ray
 from serve.middleware.connections import bind
 from serve.middleware.keyring import Keyring
 from serve.observability import log_format
-from serve.policies.store import PolicyStore
+from serve.policies.open_store import open_store
 
 if TYPE_CHECKING:
     from serve.app import Console
@@ -54,11 +54,13 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, console: Console |
     keyring.load()
     keyring.check_host(config.host)
     log.info("%s", keyring.describe())
-    controller = Controller(PolicyStore(Path(config.policies)), Path(config.replicas), config.fleet)
+    store = open_store(Path(config.policies), config.policy_store)
+    controller = Controller(store, Path(config.replicas), config.fleet)
     stop = threading.Event()
     ray_stack = ExitStack()
     try:
         with _signals():
+            store.follow(config.swap.poll_seconds)
             state = controller.open()
             log.info("policy %d is what the fleet serves", state.serving.version)
             if config.fleet.ray_address is None:
@@ -78,6 +80,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, console: Console |
             ray_stack.close()
             stop.set()
             controller.close()
+            store.unfollow()
 
 
 @contextmanager

@@ -25,6 +25,13 @@ class PolicyError(RuntimeError):
     """A policy or the store can't be used as requested; the text names what is wrong."""
 
 
+class StoreUnreachable(PolicyError):
+    """What an object store holds can't be had, or written, at the moment; that says nothing of a policy.
+
+    The text names the store, or what is missing here, and what to look at.
+    """
+
+
 class PolicyInvalid(PolicyError):
     """A folder is not a policy: a file is missing, is pickle, or isn't what its name says."""
 

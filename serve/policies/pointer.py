@@ -69,6 +69,8 @@ class ServingPointer:
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
+        self.place = str(root)
+        """Where the policies are, for messages."""
 
     def require_servable(self, version: int) -> None:
         """Raises PolicyError if the store has no such version, or no weights of it."""

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any, Final
 
 from serve.config import RetentionConfig
-from serve.policies.experiments import Experiments
 from serve.policies.records import read_json
 from serve.policies.store import Policy, PolicyError, PolicyStore
 
@@ -45,7 +44,7 @@ class Kept:
         newest = {policy.version for policy in found[-config.keep_last :]}
         pointer, served = store.serving(), _served_since(store, timedelta(days=config.served_days))
         fleet = _versions_in(read_json(store.root / _FLEET))
-        experiment = None if self.rewards else Experiments(store.root).current()
+        experiment = None if self.rewards else store.experiments.current()
         tried = () if experiment is None else (experiment.candidate, experiment.control)
         clean = untouched = None
         if pointer is not None and not self.rewards:

@@ -48,12 +48,12 @@ GATE: Final = "gate.json"
 LEARNED: Final = "learned.json"
 PIN: Final = "pin.json"
 PRUNED: Final = "pruned.json"
-_OWN: Final = re.compile(
+OWN: Final = re.compile(
     "|".join(rf"{name}|\.{name}\..*" for name in map(re.escape, (MANIFEST, LEARNED, GATE, ERASURES, PIN, PRUNED)))
 )
 """The store's own files in a policy's folder, and what a killed process left of one that it was writing."""
 _FOLDER: Final = re.compile(r"v(\d{6,})")
-_UNPUBLISHED: Final = ".publishing-"
+UNPUBLISHED: Final = ".publishing-"
 
 
 class PolicyNotFound(PolicyError):
@@ -124,6 +124,29 @@ class Policy:
 class PolicyStore(ServingPointer):
     """The policies under one folder. Safe between threads and processes that share the folder on one machine."""
 
+    uri: str | None = None
+    """The object store that holds the policies, of which the folder is a copy (``shared``); None: there is none."""
+
+    @property
+    def experiments(self) -> Experiments:
+        """The experiments on these policies."""
+        return Experiments(self.root)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the folder was known to be what the store has; 0 where it is the store."""
+        return 0.0
+
+    def follow(self, seconds: float) -> None:
+        """Have reads not wait for a network: where there is one, another thread looks, every so many seconds."""
+
+    def unfollow(self) -> None:
+        """End ``follow``."""
+
+    def repair(self, version: int) -> bool:
+        """Fetch anew what differs from a policy's manifest; False where there is nowhere to fetch it from."""
+        return False
+
     def publish(
         self,
         source: Callable[[Path], object] | Path | str,
@@ -156,7 +179,7 @@ class PolicyStore(ServingPointer):
             else:
                 copy_model(Path(source), aside)
             for path in aside.iterdir():  # a copy of another policy's folder brings these
-                if _OWN.fullmatch(path.name):
+                if OWN.fullmatch(path.name):
                     path.unlink()
             check_folder(aside)
             files = {
@@ -176,17 +199,30 @@ class PolicyStore(ServingPointer):
                 (aside / LEARNED).write_text(json.dumps(sorted(learned_prompts)))
                 manifest["learned"] = {"sha256": sha256_file(aside / LEARNED), "prompts": len(learned_prompts)}
             fsync_tree(aside)
-            with self._locked():
-                version = self._next_version()
-                write_json(aside / MANIFEST, {"version": version, **manifest})
-                os.rename(aside, self._folder(version))
-                fsync_path(self.root)
+            version = self._take_version(aside, manifest)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
         finally:
             os.close(hold)
         return self.get(version)
+
+    def _take_version(self, aside: Path, manifest: Mapping[str, Any]) -> int:
+        """Make what was written aside the next version, and return that."""
+        with self._locked():
+            version = self._next_version()
+            write_json(aside / MANIFEST, {"version": version, **manifest})
+            os.rename(aside, self._folder(version))
+            fsync_path(self.root)
+        return version
+
+    def add_record(self, manifest: Mapping[str, Any]) -> int:
+        """Take a version for files that are elsewhere (``shared``), and return it."""
+        with self._locked():
+            version = self._next_version()
+            self._folder(version).mkdir()
+            write_json(self._folder(version) / MANIFEST, {"version": version, **manifest})
+        return version
 
     def get(self, version: int) -> Policy:
         """The policy of that version. Raises PolicyNotFound, PolicyCorrupt (unreadable manifest)."""
@@ -195,7 +231,7 @@ class PolicyStore(ServingPointer):
             manifest = json.loads((folder / MANIFEST).read_bytes())
         except FileNotFoundError:
             have = ", ".join(map(str, self.versions())) or "none"
-            raise PolicyNotFound(f"there is no policy {version} in {self.root} (there: {have})") from None
+            raise PolicyNotFound(f"there is no policy {version} in {self.place} (there: {have})") from None
         except ValueError as error:
             raise PolicyCorrupt(f"{folder / MANIFEST} is not JSON: {error}") from error
         try:
@@ -286,7 +322,7 @@ class PolicyStore(ServingPointer):
                 )
         # A loader takes every *.safetensors that it finds, so an extra file is as bad as a changed one.
         names = {path.relative_to(policy.path).as_posix() for path in regular_files(policy.path)}
-        if surplus := sorted(name for name in names - policy.files.keys() if not _OWN.fullmatch(name)):
+        if surplus := sorted(name for name in names - policy.files.keys() if not OWN.fullmatch(name)):
             raise PolicyCorrupt(f"policy {version}: {surplus[0]} is not in its manifest")
         return policy
 
@@ -369,10 +405,10 @@ class PolicyStore(ServingPointer):
             pointer = self.serving()
             if pointer is not None and pointer.version == version:
                 raise PolicyError(f"policy {version} serves, so it can't be withdrawn: roll back first")
-            experiment = Experiments(self.root).current()
+            experiment = self.experiments.current()
             if experiment is not None and version in (experiment.candidate, experiment.control):
                 raise PolicyError(f"policy {version} is in experiment {experiment.number}: stop that first")
-            aside = self.root / f"{_UNPUBLISHED}{uuid.uuid4().hex}"  # the next publish removes it if we are killed
+            aside = self.root / f"{UNPUBLISHED}{uuid.uuid4().hex}"  # the next publish removes it if we are killed
             os.rename(folder, aside)
             fsync_path(self.root)
         shutil.rmtree(aside)
@@ -391,14 +427,14 @@ class PolicyStore(ServingPointer):
     def _unpublished(self) -> tuple[Path, int]:
         """A new folder to write into and an open, locked descriptor of it that marks it as in use."""
         with self._locked():
-            for entry in self.root.glob(_UNPUBLISHED + "*"):
+            for entry in self.root.glob(UNPUBLISHED + "*"):
                 descriptor = os.open(entry, os.O_RDONLY)
                 try:
                     if try_lock(descriptor):  # its writer died
                         shutil.rmtree(entry)
                 finally:
                     os.close(descriptor)
-            aside = self.root / f"{_UNPUBLISHED}{uuid.uuid4().hex}"
+            aside = self.root / f"{UNPUBLISHED}{uuid.uuid4().hex}"
             aside.mkdir()
             hold = os.open(aside, os.O_RDONLY)
             try_lock(hold)

@@ -21,7 +21,8 @@ from typing import Any, Final
 
 from serve.config import SwapConfig
 from serve.engine import EngineError
-from serve.policies.experiments import Experiment, ExperimentReader, Experiments, Turn
+from serve.policies.experiments import Experiment, ExperimentReader, Turn
+from serve.policies.folder import StoreUnreachable
 from serve.policies.probe import Numbers, judge
 from serve.policies.records import append_json, now
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
@@ -129,7 +130,7 @@ class Swapper:
         self.name = name
         self.turn: Turn | None = None
         """What of an experiment is served at the moment, from the exchange of the weights on until the next one."""
-        self.experiments = Experiments(store.root)
+        self.experiments = store.experiments
         self._reader = ExperimentReader(self.experiments)
         self._taking_turns: int | None = None  # the experiment whose policies take turns
         self._turn_ends: float | None = None  # of the turn that was last desired
@@ -175,6 +176,7 @@ class Swapper:
         await asyncio.to_thread(self._record_served, pointer)
         self._pointer, self._seen, self._since = pointer, pointer.generation, now()
         self._store = await asyncio.to_thread(self.store.identity)
+        await asyncio.to_thread(self.store.follow, self.config.poll_seconds)
         self._task = asyncio.create_task(self._follow(), name="swapper")
 
     def require_policy(self) -> Pointer:
@@ -201,6 +203,7 @@ class Swapper:
         finally:
             await self._settle_candidate(None)
             self._held.close()
+            self.store.unfollow()
 
     @property
     def healthy(self) -> bool:
@@ -223,7 +226,7 @@ class Swapper:
         }
 
     async def _follow(self) -> None:
-        unreadable = None
+        unreadable = unreachable = None
         while self.broken is None:
             await asyncio.sleep(self._pause())
             try:
@@ -235,6 +238,7 @@ class Swapper:
                     log.error("the serving pointer can't be read, policy %d stays: %s", self.engine.version, error)
                 unreadable = str(error)
                 continue
+            before = self._seen, self._readied
             if (step := self._step(desired)) is None:
                 continue
             # Shielded: once begun, a swap is finished or undone, also when the server stops.
@@ -244,6 +248,14 @@ class Swapper:
             except asyncio.CancelledError:
                 await swap
                 raise
+            except StoreUnreachable as error:  # that says nothing of the policy, which is tried again
+                if str(error) != unreachable:
+                    log.error("policy %d stays for now: %s", self.engine.version, error)
+                unreachable = str(error)
+                self._seen, self._readied = before
+                await asyncio.sleep(_RETRY_S)
+            else:
+                unreachable = None
 
     def _step(self, desired: DesiredState) -> Coroutine[Any, Any, None] | None:
         """What to do next, if anything."""
@@ -403,6 +415,8 @@ class Swapper:
                     await self._discard_prepared()
                 await asyncio.to_thread(held.enter_context, self.store.hold(pointer.version))
                 prepared = self._ready[1] if self._ready is not None else await self.prepare(pointer.version)
+            except StoreUnreachable:
+                raise
             except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is recorded
                 return Swap(
                     at=now(),
@@ -468,6 +482,8 @@ class Swapper:
         await self._discard_prepared()
         try:
             self._ready = pointer.generation, await self.prepare(pointer.version)
+        except StoreUnreachable:
+            raise
         except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is recorded
             self._fail(pointer, _describe(failure))
             log.error("policy %d can't be prepared: %s", pointer.version, _describe(failure))

@@ -33,8 +33,20 @@ class Refused(PolicyError):
 async def verify(store: PolicyStore, version: int, *, check_finite: bool, timeout_s: float) -> Files:
     """Read a policy whole; each of its weight files with its ``sha256`` and its ``fingerprint`` while it was read.
 
-    Raises Refused, naming the file or the tensor, and TimeoutError.
+    Where the folder is a copy, what is damaged in it is fetched anew first. Raises Refused, naming the file or the
+    tensor, TimeoutError, and PolicyError if it can't be fetched.
     """
+    result = await _read_apart(store, version, check_finite, timeout_s)
+    if "refused" in result and await asyncio.to_thread(store.repair, version):
+        result = await _read_apart(store, version, check_finite, timeout_s)
+    if "refused" in result:
+        raise Refused(result["refused"])
+    files: Files = result["files"]
+    return files
+
+
+async def _read_apart(store: PolicyStore, version: int, check_finite: bool, timeout_s: float) -> dict[str, Any]:
+    """What the process that reads the policy prints."""
     output: Future[str] = Future()
     command = [
         sys.executable,
@@ -49,11 +61,8 @@ async def verify(store: PolicyStore, version: int, *, check_finite: bool, timeou
     thread = threading.Thread(target=_run, args=(command, timeout_s, output), name="verification", daemon=True)
     thread.start()
     text = await asyncio.wrap_future(output)
-    result = json.loads(text)
-    if "refused" in result:
-        raise Refused(result["refused"])
-    files: Files = result["files"]
-    return files
+    result: dict[str, Any] = json.loads(text)
+    return result
 
 
 def main() -> None:

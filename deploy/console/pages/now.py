@@ -123,10 +123,9 @@ def _paths(settings: Settings, found: status.Status) -> list[dict[str, Any]]:
     if found.experiment is None:
         return []
     from deploy.display.live import experiments
-    from serve.policies.experiments import Experiments
 
     number = found.experiment["number"]
-    (row,) = (one for one in experiments(Experiments(settings.policy_store().root)) if one.number == number)
+    (row,) = (one for one in experiments(settings.policy_store().experiments) if one.number == number)
     return [
         {
             "title": path.outcome

@@ -8,14 +8,13 @@ from typing import Any
 
 import train.job
 from deploy.config.root import Settings
-from serve.policies.store import PolicyStore
 from train.data.prompts import TrainingData
 
 
 def traffic(settings: Settings) -> dict[str, Any]:
     """Read what a run from the serving policy would; a process of its own makes ``peak_mib`` the run's."""
     config, lake = settings.resolved().train, settings.lake()
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     serving = store.serving()
     assert serving is not None
     assert train.job.run is not None  # what it imports counts

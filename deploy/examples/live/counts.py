@@ -15,7 +15,7 @@ from deploy.config.root import Settings
 from deploy.examples.demo.summary import both_sides
 from deploy.examples.live.trial import Trial, verify
 from serve.generation.interaction_rows import BLOCK, DRAW
-from serve.policies.experiments import FALLBACK, Experiments, unit_of
+from serve.policies.experiments import FALLBACK, unit_of
 
 _SURE: Final = 0.99
 MUST_BE_0: Final = (
@@ -105,7 +105,7 @@ def labels(settings: Settings, account: list[dict[str, Any]]) -> dict[str, int]:
 
     ``unlabelled``: rows that waited while the policies were exchanged; ``fallbacks``: those answered outside the draw.
     """
-    experiments = Experiments(settings.policy_store().root)
+    experiments = settings.policy_store().experiments
     known = {number: experiments.get(number) for number in experiments.numbers()}
     found = Counter[str]()
     last_version: dict[str, int] = {}

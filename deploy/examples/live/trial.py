@@ -22,7 +22,7 @@ from evaluation.experiments import looks
 from evaluation.experiments.blocks import Observed
 from evaluation.experiments.plan import ExperimentPlan
 from feedback.files import locked
-from serve.policies.experiments import Experiment, Experiments
+from serve.policies.experiments import Experiment
 
 _LOCK_S: Final = 60.0
 _BEFORE_FIRST_LOOK: Final = 40
@@ -110,7 +110,7 @@ def die_twice(settings: Settings, experiment: Experiment, needed: list[Child], s
     It is held where it is to die by the lock that it needs next. How many looks have died for it.
     """
     store, ledger = settings.policy_store(), settings.ledger()
-    file = blocks_file(Experiments(store.root), experiment.number)
+    file = blocks_file(store.experiments, experiment.number)
     plan, pointer = ExperimentPlan.model_validate(experiment.plan), store.serving()
     time.sleep(max(0.0, experiment.begins(_BEFORE_FIRST_LOOK) - time.time()))
     for killed in range(1, _TRIES + 1):
@@ -185,7 +185,7 @@ def holds_open(process: psutil.Popen, file: Path) -> bool:
 
 
 def record(settings: Settings, experiment: Experiment) -> Experiment:
-    return Experiments(settings.policy_store().root).get(experiment.number)
+    return settings.policy_store().experiments.get(experiment.number)
 
 
 def serves_alone(settings: Settings, version: int) -> bool:
