@@ -15,10 +15,10 @@ import duckdb
 
 from feedback.schema import IMPORTED
 
-UNKNOWN: Final = "unknown response"
-FOREIGN: Final = "response of another tenant"
-INCOMPLETE: Final = "response not complete"
-REDACTED: Final = "response or prompt redacted"
+UNKNOWN: Final = "on an unknown response"
+FOREIGN: Final = "on a response of another tenant"
+INCOMPLETE: Final = "on a response that is not complete"
+REDACTED: Final = "on a redacted response or prompt"
 TIE: Final = "tie"
 PROMPTS_DIFFER: Final = "prompts differ"
 SAME_TEXT: Final = "both texts are the same"

@@ -126,7 +126,11 @@ def responses(lake: Lake, *names: str, **columns: Any) -> None:
     put(lake, "interactions", rows)
 
 
-NOTHING_LEFT_OUT = {"unknown response": 0, "response of another tenant": 0, "response not complete": 0}
+NOTHING_LEFT_OUT = {
+    "on an unknown response": 0,
+    "on a response of another tenant": 0,
+    "on a response that is not complete": 0,
+}
 NO_PAIR_LEFT_OUT = {"prompts differ": 0, "tie": 0, "both texts are the same": 0, "over the cap of their prompt": 0}
 
 
@@ -273,7 +277,7 @@ def test_feedback_that_counts_for_nothing_is_counted_by_reason(lake):
             said("8", "a", "comment", text="not asked for"),
         ],
     )
-    reasons = ("unknown response", "response of another tenant", "response not complete")
+    reasons = ("on an unknown response", "on a response of another tenant", "on a response that is not complete")
     found = preference_pairs(lake)
     assert found.table.num_rows == 0
     assert [found.left_out[reason] for reason in reasons] == [3, 2, 2]
@@ -301,7 +305,7 @@ def test_redacted_responses_are_in_no_dataset_and_what_is_said_of_them_is_counte
             said("4", "a", "thumb", value=1.0),
         ],
     )
-    reason = "response or prompt redacted"
+    reason = "on a redacted response or prompt"
     assert preference_pairs(lake).left_out[reason] == 3
     assert preference_pairs(lake).table.num_rows == demonstrations(lake).table.num_rows == 0
     assert thumbs(lake).table.column("response_id").to_pylist() == ["a"]

@@ -105,8 +105,8 @@ def test_pairs_are_the_chosen_response_and_the_rejected_one_with_the_tokens_as_s
     assert data.kinds == {"pairs by preference": 1, "pairs by correction": 2}
     assert data.left_out == {
         "text with special or unknown tokens": 1,  # the tokenizer has no "!"
-        "response not complete": 1,
-        "unknown response": 1,
+        "on a response that is not complete": 1,
+        "on an unknown response": 1,
     }
 
 
@@ -117,8 +117,8 @@ def test_thumbs_are_responses_with_their_verdicts_and_what_is_unusable_is_counte
     assert sequences(data) == [[([5, EOS], 1.0)], [([6, EOS], 0.0)]]
     assert data.kinds == {"thumbs up": 1, "thumbs down": 1}
     assert data.left_out == {
-        "response not complete": 1,
-        "unknown response": 1,
+        "on a response that is not complete": 1,
+        "on an unknown response": 1,
         "longer than the model's context": 1,
         "tokens that the model does not have": 1,
         "no tokens": 1,
