@@ -24,8 +24,9 @@ class Machine:
     ``fragmentation``: share of a device's memory that its allocator can't hand out. ``flops``: of matrix products in
     bfloat16, at the peak. ``bandwidth``: bytes of its memory. ``link``: bytes that it sends to others of its node;
     ``network``: to other nodes; ``host``: to the host's memory; ``host_memory``: of the host's memory, its share.
-    ``flops_share``, ``bandwidth_share``, ``link_share``: of those peaks that is reached. ``float32_share``: of the flops in float32. ``layer_s``: the least that a decoder
-    layer takes to generate a token, as its kernels are started one by one.
+    ``flops_share``, ``bandwidth_share``, ``link_share``: of those peaks that is reached. ``float32_share``: of the
+    flops, in float32. ``layer_s``: the least that a decoder layer takes to generate a token, as its kernels are started
+    one by one.
     """
 
     name: str

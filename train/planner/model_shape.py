@@ -372,20 +372,21 @@ def _traced_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     batch, cpu = traced.batch, traced.device == "cpu"
     dtype = q.dtype
-    if batch.keys > batch.rows:  # the prompt's, once for each response
-        rows = torch.zeros(batch.keys, dtype=torch.int64, device="meta")
-        k, v = (take_rows(x, rows) for x in (k, v))
-    if cpu:
-        q, k, v = (x.float() for x in (q, k, v))
+    rows, keys = (torch.zeros(n, dtype=torch.int64, device="meta") for n in (batch.rows, batch.keys))
+    if cpu or batch.keys > batch.rows:  # the prompt's, once for each response
+        k, v = (take_rows(x, keys) for x in (k, v))
+    if cpu:  # in order of length, and back
+        q, k, v = (x.float() for x in (take_rows(q, rows), k, v))
     if softcap is None and s_aux is None:
-        return _Fused.apply(q, k, v).to(dtype)[None], None
+        out = _Fused.apply(q, k, v).to(dtype)
+        return (take_rows(out, rows) if cpu else out)[None], None
     outs = []
     for count, length, prefix in batch.spans:
         a, b = (x[: count * n].unflatten(0, (count, n)).transpose(1, 2) for x, n in ((q, length), (k, prefix + length)))
         c = v[: count * (prefix + length)].unflatten(0, (count, -1)).transpose(1, 2)
         allowed = torch.ones(length, prefix + length, dtype=torch.bool, device="meta")
         outs.append(_by_scores(a, b, c, allowed, None, 0.0, softcap, s_aux).transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs)[None].to(dtype), None
+    return take_rows(torch.cat(outs).to(dtype), rows)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(TRACED, _traced_attention)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from serve.config import EngineConfig, SwapConfig
 from train.config.training import TrainConfig
 from train.planner import memory, step_time
 from train.planner.machine import Machine
@@ -17,6 +19,9 @@ from train.planner.step_time import Cost, Generation
 
 MICRO_BATCHES: Final = (65536, 32768, 16384, 8192, 4096, 2048, 1024)
 TENSOR_PARALLEL: Final = (1, 2, 4, 8)
+MEMORY_SIZES: Final = (24, 40, 48, 80, 96, 141, 192, 288)
+"""Of devices that there are, GB."""
+
 KV_STEP: Final = GIB // 4
 _PREFILLED: Final = 8192  # tokens that vLLM computes in a step, and is started with once to see what that takes
 _KV_LEAST: Final = 16 * 2**20
@@ -77,6 +82,7 @@ class Plan:
     micro_batches: int
     kv_bytes: int
     engine_share: float
+    offloaded: int
 
     @property
     def peak(self) -> Phase:
@@ -87,6 +93,11 @@ class Plan:
         return self.peak.bytes <= self.machine.usable
 
     @property
+    def host_bytes(self) -> int:
+        """That the ranks of a node keep in the host's memory, with train.fsdp.cpu_offload."""
+        return self.offloaded * min(self.machine.devices, self.machine.node_devices)
+
+    @property
     def seconds(self) -> float:
         return sum(phase.cost.seconds for phase in self.phases)
 
@@ -95,16 +106,24 @@ class Plan:
         return max(self.phases, key=lambda phase: phase.cost.seconds)
 
 
-def micro_batches(work: Workload, ranks: int, tokens: int) -> tuple[int, Batch]:
-    """How many a rank makes of its part of a batch, and the largest; as ``PackedBatch.micro_batches`` groups them."""
+def micro_batches(work: Workload, ranks: int, tokens: int) -> tuple[int, Batch, Batch]:
+    """How many a rank makes of its part of a batch, as ``PackedBatch.micro_batches`` groups them.
+
+    Returns:
+        (count, the usual micro-batch, the largest): where responses are shorter than the longest, or uneven, more of
+        them share one, up to the ``tokens`` that a micro-batch may have.
+    """
     prompts, n = -(-work.prompts // ranks), work.group_size
     whole = work.prompt_tokens + n * work.response_tokens
     if whole <= tokens or n == 1:
         count = -(-prompts // max(1, tokens // whole))
-        return count, Batch.of(-(-prompts // count), n, work.prompt_tokens, work.response_tokens)
-    together = max(1, (tokens - work.prompt_tokens) // work.response_tokens)
-    parts = -(-n // together)
-    return prompts * parts, Batch.of(1, -(-n // parts), work.prompt_tokens, work.response_tokens)
+        each, together = -(-prompts // count), n
+    else:
+        parts = -(-n // max(1, (tokens - work.prompt_tokens) // work.response_tokens))
+        count, each, together = prompts * parts, 1, -(-n // parts)
+    usual = Batch.of(each, together, work.prompt_tokens, work.response_tokens)
+    used = each * (work.prompt_tokens + together * work.response_tokens)
+    return count, usual, usual.scaled(max(1.0, min(tokens, prompts * whole) / used))
 
 
 def plan(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Plan:
@@ -121,11 +140,13 @@ def choose(config: TrainConfig, models: Models, machine: Machine, work: Workload
     Raises:
         NothingFits: none does.
     """
+    _require_devices(config, machine)
     plans = [plan(candidate, models, machine, work) for candidate in candidates(config, models, machine, work)]
     if not plans:
         raise NothingFits(
             f"no settings suit {machine.devices} devices: train.rollout.tensor_parallel_size="
-            f"{config.rollout.tensor_parallel_size} must divide them; leave it unset, or plan for another number"
+            f"{config.rollout.tensor_parallel_size} and train.fsdp.replicas={config.fsdp.replicas} must divide them; "
+            "leave them unset, or plan for another number"
         )
     if fitting := [found for found in plans if found.fits]:
         return min(fitting, key=lambda found: (round(found.seconds, 2), found.peak.bytes))
@@ -139,16 +160,79 @@ def choose(config: TrainConfig, models: Models, machine: Machine, work: Workload
     )
 
 
+def _require_devices(config: TrainConfig, machine: Machine) -> None:
+    on = config.placement
+    pools = {on.actor, on.reference, on.rollout, on.critic or on.actor}
+    needed = {pool: config.ranks_of(pool) for pool in sorted(pools)}
+    if len(on.pools) > 1 and sum(needed.values()) > machine.devices:
+        ranks = ", ".join(f"{pool}: {count}" for pool, count in needed.items())
+        raise NothingFits(
+            f"train.placement.pools want {sum(needed.values())} devices ({ranks}), and there are {machine.devices}; "
+            "lower their ranks, or plan for more devices"
+        )
+
+
+def fitting_machines(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Iterator[Plan]:
+    """Plans of the smallest machines that would do: with more of these devices, and with as many larger ones."""
+    more = (replace(machine, devices=machine.devices * 2**power) for power in range(1, 9))
+    sizes = (size for size in MEMORY_SIZES if size * GIB > machine.memory)
+    larger = (replace(machine, name=f"{size}GB", memory=int(size * 0.985 * GIB)) for size in sizes)
+    for machines in (more, larger):
+        for other in machines:
+            with suppress(NothingFits):
+                yield choose(config, models, other, work)
+                break
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A replica of the server on devices of its own, in bytes of each. ``standby``: of a second set of weights.
+
+    ``standby_fits``: beside an engine that takes ``utilization`` of a device; ``most_utilization``: with which it does.
+    """
+
+    devices: int
+    weights: int
+    kv_cache: int
+    standby: int
+    utilization: float
+    standby_fits: bool
+    most_utilization: float
+
+
+def serving(shape: ModelShape, engine: EngineConfig, swap: SwapConfig, machine: Machine) -> Serving:
+    """A replica as serve.engine says, on as many devices as one copy needs where it doesn't say.
+
+    A second set takes as much as the first and 5 % (serve/vllm/standby_weights.py), must leave serve.swap.spare_bytes,
+    and gets what serve.engine.gpu_memory_utilization leaves of a device.
+    """
+    itemsize = ITEMSIZE.get(shape.stored if engine.dtype == "auto" else engine.dtype, 2)
+    share = engine.gpu_memory_utilization
+    sizes = [t for t in TENSOR_PARALLEL if shape.heads % t == 0]
+    if "tensor_parallel_size" in engine.model_fields_set:
+        sizes = [engine.tensor_parallel_size]
+    least = engine.max_model_len or min(shape.context or _PREFILLED, _PREFILLED)  # tokens of KV cache
+    for t in sizes:
+        weights = itemsize * shape.parameters // t
+        cache = engine.kv_cache_bytes or int(share * machine.memory) - weights - GIB
+        if t == sizes[-1] or cache >= least * shape.key_value_bytes(itemsize, t):
+            break
+    standby = 0 if swap.in_place else int(1.05 * weights) + swap.spare_bytes
+    most = 1 - (standby + machine.reserved) / machine.memory
+    return Serving(t, weights, max(0, cache), standby, share, standby == 0 or share <= most, max(0.0, most))
+
+
 def candidates(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Iterator[TrainConfig]:
     """All settings to choose from."""
     longest = work.prompt_tokens + work.response_tokens
     rollout, fsdp = config.rollout, config.fsdp
     cpu = machine.kind == "cpu"
-    tensor_parallel = [
-        t
-        for t in TENSOR_PARALLEL
-        if machine.devices % t == 0 and models.policy.shape.heads % t == 0 and t <= machine.node_devices
-    ]
+    own = config.placement.pools if len(config.placement.pools) > 1 else {}
+    ranks = config.ranks if own else machine.devices
+    engines = own[config.placement.rollout].ranks or ranks if own else ranks
+    heads = models.policy.shape.heads
+    most = min(machine.node_devices, engines)
+    tensor_parallel = [t for t in TENSOR_PARALLEL if engines % t == 0 and heads % t == 0 and t <= most]
     choices = (
         _open(config, "micro_batch_tokens", [n for n in MICRO_BATCHES if n >= longest] or [longest]),
         _open(config, "activation_checkpointing", [False, True]),
@@ -157,11 +241,11 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
         _open(rollout, "tensor_parallel_size", tensor_parallel),
     )
     for tokens, checkpointing, reduce, offload, t in itertools.product(*choices):
-        if config.placement.rollout == config.placement.actor and (machine.devices // fsdp.replicas) % t:
-            continue
+        if engines % t or (config.placement.rollout == config.placement.actor and (ranks // fsdp.replicas) % t):
+            continue  # an engine would cross replicas
         yield config.model_copy(
             update={
-                "ranks": machine.devices,
+                "ranks": ranks,
                 "micro_batch_tokens": tokens,
                 "activation_checkpointing": checkpointing,
                 "fsdp": fsdp.model_copy(update={"reduce_every_micro_batch": reduce, "cpu_offload": offload}),
@@ -192,9 +276,8 @@ class _Planner:
         self.shares_actor = config.lora is not None and on.reference == on.actor
         minibatch = replace(work, prompts=-(-work.prompts // config.minibatches))
         parallel = config.fsdp.sequence_parallel
-        self.count, batch = micro_batches(minibatch, config.data_parallel_ranks, config.micro_batch_tokens)
-        rows = (-(-n // parallel) for n in (batch.rows, batch.scored, batch.keys))
-        self.batch = Batch(*rows, spans=batch.spans)
+        self.count, usual, full = micro_batches(minibatch, config.data_parallel_ranks, config.micro_batch_tokens)
+        self.batch, self.full = usual.scaled(1 / parallel), full.scaled(1 / parallel)
         self.held = {role: self._held(role) for role in self.pools if role != "rollout"}
 
     def plan(self) -> Plan:
@@ -206,46 +289,42 @@ class _Planner:
                 phases = [self._beside_engine(phase, kv) for phase in phases]
             phases = [*self._sampling(kv), *phases]
         share = min(1.0, 1.1 * (self._engine_weights + kv) / self.machine.memory)
-        return Plan(self.machine, self.config, tuple(phases), self.count, kv, share)
+        return Plan(self.machine, self.config, tuple(phases), self.count, kv, share, self._offloaded())
 
     # ------------------------------------------------------------------------------------------------- training
 
     def _training(self) -> Iterator[Phase]:
-        once = self.config.epochs * self.config.minibatches
+        once = self.config.minibatches  # a pass over the step's batch
+        times = self.config.epochs * once
         if "reference" in self.pools:
-            model = self.models.actor if self.shares_actor else self.models.policy
-            how = self._how("actor" if self.shares_actor else "reference")
-            took = memory.inference(model.shape, how, model.trace(self.batch))
-            cost = step_time.inference_cost(model.shape, how, self.batch, self.machine)
-            beside = self._beside("reference", self.pools["reference"], "actor" if self.shares_actor else "")
-            own = _slices(self.held["actor" if self.shares_actor else "reference"])
-            yield self._phase("reference", beside, own + took, _times(cost, self.config.minibatches))
+            yield self._inference("actor" if self.shares_actor else "reference", "reference log_probs", once)
         if self.config.old_log_probs_first:
-            yield self._inference("actor", "log_probs", self.config.minibatches)
+            yield self._inference("actor", "actor log_probs", once)
         if self.models.critic is not None:
-            yield self._inference("critic", "values", self.config.minibatches)
-            yield self._update("critic", once)
-        yield self._update("actor", once)
+            yield self._inference("critic", "critic values", once)
+            yield self._update("critic", times)
+        yield self._update("actor", times)
 
     def _inference(self, role: str, name: str, times: int) -> Phase:
         model, how = self._model(role), self._how(role)
-        took = memory.inference(model.shape, how, model.trace(self.batch))
+        took = memory.inference(model.shape, how, model.trace(self.full))
         cost = step_time.inference_cost(model.shape, how, self.batch, self.machine)
-        beside = self._beside(role, self.pools[role])
-        return self._phase(role, beside, self.held[role] + took, _times(cost, times), name)
+        slices = Counter({use: count for use, count in self.held[role].items() if use != "unsharded"})
+        return self._phase(name, role, slices + took, cost.times(times))
 
     def _update(self, role: str, times: int) -> Phase:
         model, how = self._model(role), self._how(role)
-        took = memory.update(model.shape, how, model.trace(self.batch))
+        took = memory.update(model.shape, how, model.trace(self.full))
         cost = step_time.update_cost(model.shape, how, self.batch, self.machine)
-        return self._phase(role, self._beside(role, self.pools[role]), took, _times(cost, times), "update")
+        return self._phase(f"{role} update", role, took, cost.times(times))
 
-    def _phase(self, role: str, beside: Counter[str], own: Memory, cost: Cost, name: str = "log_probs") -> Phase:
-        return Phase(f"{role} {name}", self.pools[role], dict(beside + _named(role, own)), cost)
+    def _phase(self, name: str, role: str, own: Memory, cost: Cost) -> Phase:
+        pool = self.pools[role]
+        return Phase(name, pool, dict(self._beside(role, pool) + _named(role, own)), cost)
 
-    def _beside(self, role: str, pool: str, *others: str) -> Counter[str]:
+    def _beside(self, role: str, pool: str) -> Counter[str]:
         """What the pool's other roles hold meanwhile."""
-        held = [_named(r, m) for r, m in self.held.items() if self.pools[r] == pool and r not in (role, *others)]
+        held = [_named(r, m) for r, m in self.held.items() if self.pools[r] == pool and r != role]
         return sum(held, Counter[str]())
 
     def _model(self, role: str) -> TracedModel:
@@ -275,6 +354,18 @@ class _Planner:
             held = memory.held_frozen(self.models.policy.shape, how)
             return Counter(unsharded=held["unsharded"]) if how.host else held
         return Counter() if how.host else memory.held(self._model(role).shape, how)
+
+    def _offloaded(self) -> int:
+        """Bytes of a rank in the host's memory: weights, gradients and moments."""
+        roles = [role for role in self.held if self._how(role).host]
+        total = 0
+        for role in roles:
+            shape, how = self._model(role).shape, self._how(role)
+            if role == "reference":
+                total += 0 if self.shares_actor else memory.held_frozen(shape, how)["weights"]
+            else:
+                total += memory.held(shape, how).total() + memory.MASTER * shape.trained // how.shards
+        return total
 
     # ------------------------------------------------------------------------------------------------- sampling
 
@@ -351,12 +442,3 @@ class _Planner:
 
 def _named(role: str, of: Memory) -> Counter[str]:
     return Counter({f"{role} {use}": count for use, count in of.items() if count})
-
-
-def _slices(held: Memory) -> Memory:
-    """Without the root's whole parameters, which a pass counts itself."""
-    return Counter({use: count for use, count in held.items() if use != "unsharded"})
-
-
-def _times(cost: Cost, times: int) -> Cost:
-    return Cost(cost.seconds * times, cost.moved * times, cost.bound)

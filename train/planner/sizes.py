@@ -97,6 +97,12 @@ class Batch:
         keys = rows + prompts * responses * prompt_tokens
         return cls(rows, prompts * responses * response_tokens, keys, spans)
 
+    def scaled(self, factor: float) -> Batch:
+        """With as many times the sequences."""
+        rows, scored, keys = (round(factor * n) for n in (self.rows, self.scored, self.keys))
+        spans = tuple((max(1, round(factor * count)), length, prefix) for count, length, prefix in self.spans)
+        return Batch(rows, scored, keys, spans)
+
 
 @dataclass(frozen=True)
 class Activations:

@@ -22,6 +22,10 @@ class Cost:
     moved: int = 0
     bound: str = "compute"
 
+    def times(self, count: int) -> Cost:
+        """Of as many."""
+        return Cost(self.seconds * count, self.moved * count, self.bound)
+
 
 def forward_flops(shape: ModelShape, batch: Batch) -> float:
     """Of one pass over a micro-batch: 2 a parameter and token (Kaplan et al., arXiv 2001.08361, section 2.1), the

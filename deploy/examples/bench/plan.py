@@ -56,8 +56,9 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "qwen3-42M": ("qwen3", {**_LARGE, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}),
 }
 
+_UNSAMPLED: Final[dict[str, Any]] = {"data": {"traffic_share": 1.0}}  # no engine: what it takes is set, not predicted
 _ONE: Final[dict[str, Any]] = {"micro_batch_tokens": 4096}
-_PARTS: Final[dict[str, Any]] = {"micro_batch_tokens": 512}
+_PARTS: Final[dict[str, Any]] = {"micro_batch_tokens": 420}  # a prompt and its responses
 _RECOMPUTED: Final[dict[str, Any]] = {"activation_checkpointing": True}
 _REDUCED: Final[dict[str, Any]] = {**_PARTS, "fsdp": {"reduce_every_micro_batch": True}}
 _LORA: Final[dict[str, Any]] = {"lora": {"rank": 8}}
@@ -118,7 +119,7 @@ def run_cases(cases: list[tuple[str, int, dict[str, Any]]]) -> Iterator[dict[str
         for model, ranks, settings in cases:
             spec = {"title": title(model, ranks, settings), "ranks": ranks, "policy": str(Path(folder) / model)}
             file = Path(folder) / "case.json"
-            file.write_text(json.dumps({**spec, "train": {"ranks": ranks, **settings}}))
+            file.write_text(json.dumps({**spec, "train": {"ranks": ranks, **_UNSAMPLED, **settings}}))
             case = measured_in_ranks(file, ranks)
             print(line(case), flush=True)
             yield case
@@ -177,9 +178,6 @@ def in_rank(file: Path) -> None:
     workload = Workload(prompts=prompts * spec["ranks"], **LENGTHS)
     models = models_of(read_config(policy), config, "cpu")
     predicted = plan(config, models, measure_cpu(spec["ranks"], dtype=config.dtype), workload)
-    phases = [phase for phase in predicted.phases if phase.name not in ("generate", "weight sync")]
-    peak = max(phases, key=lambda phase: phase.bytes)
-    total_seconds = sum(phase.cost.seconds for phase in phases)
     vocabulary = 4096
     run(policy, config, a_batch(config, 1, vocabulary), warm_up=True)  # libraries and threads take memory once
     gc.collect()
@@ -187,14 +185,14 @@ def in_rank(file: Path) -> None:
     rose, seconds = int(most(rose)), most(seconds)
     result = {
         "title": spec["title"],
-        "phase": peak.name,
-        "parts": peak.memory,
-        "memory_predicted": peak.bytes,
+        "phase": predicted.peak.name,
+        "parts": predicted.peak.memory,
+        "memory_predicted": predicted.peak.bytes,
         "memory": rose,
-        "memory_error": round(peak.bytes / rose - 1, 4),
-        "seconds_predicted": round(total_seconds, 4),
+        "memory_error": round(predicted.peak.bytes / rose - 1, 4),
+        "seconds_predicted": round(predicted.seconds, 4),
         "seconds": round(seconds, 4),
-        "time_error": round(total_seconds / seconds - 1, 4),
+        "time_error": round(predicted.seconds / seconds - 1, 4),
     }
     if torch.distributed.get_rank() == 0:
         print(json.dumps(result), flush=True)
