@@ -122,7 +122,7 @@ def _forward(shape: ModelShape, how: Sharding, kept: Activations) -> Iterable[Me
     saved = _kept(shape, how, kept, len(shape.layers))
     # The buffer of a gather is freed after the next one.
     flat = layer * how.gathers
-    extra = kept.forward + (kept.layer if how.checkpointing else 0)
+    extra = kept.inference if how.checkpointing else kept.forward
     yield Counter(
         unsharded=root + layer + flat, activations=saved + max(extra, columns * how.gathers), gradients=gradients
     )

@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -67,13 +67,18 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
     """The models of a run that starts from ``policy``; ``device``: "cuda" or "cpu".
 
     Raises:
-        ModelNotPlanned: as ``shape_of``.
+        ModelNotPlanned: as ``shape_of``; or no policy is trained.
     """
 
     def traced(of: PretrainedConfig, make: Make = causal_lm, lora: LoraConfig | None = None) -> TracedModel:
-        how: dict[str, Any] = {"dtype": config.dtype, "device": device, "lora": lora, "make": make}
-        return TracedModel(shape_of(of, lora, make), cache(lambda batch: trace(of, batch, **how)))
+        tracer = Tracer(of, dtype=config.dtype, device=device, lora=lora, make=make)
+        return TracedModel(shape_of(of, lora, make), tracer)
 
+    if not config.algorithm.trains_policy:
+        raise ModelNotPlanned(
+            f"train.algorithm.name={config.algorithm.name} trains no policy, and only policies are planned for; choose "
+            "the algorithm of the policy that it is for"
+        )
     plain = traced(policy)
     critic = config.algorithm.critic.model
     return Models(
@@ -126,39 +131,48 @@ def shape_of(config: PretrainedConfig, lora: LoraConfig | None = None, make: Mak
     )
 
 
-def trace(
-    config: PretrainedConfig,
-    batch: Batch,
-    *,
-    dtype: str,
-    device: str,
-    lora: LoraConfig | None = None,
-    make: Make = causal_lm,
-) -> Activations:
-    """Bytes that a pass over a micro-batch keeps and needs for a while, beside the parameters.
+class Tracer:
+    """Bytes that a pass over a micro-batch keeps and needs for a while, beside the parameters, on meta tensors."""
 
-    Args:
-        batch: the sequences of the micro-batch.
-        device: "cuda" or "cpu", which decides what attention keeps and how large a tile of logits is.
-    """
-    made = getattr(torch, dtype)
-    one, two = (_run_body(config, batch, made, device, lora, layers, make) for layers in (1, 2))
-    layer = two.kept - one.kept
-    if make is causal_lm:
-        head = _run_head(config, batch, made, device, trained=lora is None)
-    else:
-        head = _run_scalar_head(config, batch, made)
-    return Activations(
-        layer=layer,
-        outside=one.kept - layer,
-        layer_input=batch.rows * config.get_text_config().hidden_size * made.itemsize,
-        forward=one.forward_peak - one.kept,
-        backward=one.backward_peak - one.kept,
-        inference=one.inference_peak,
-        head_kept=head.kept,
-        head_forward=head.forward_peak,
-        head_backward=head.backward_peak,
-    )
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        dtype: str,
+        device: str,
+        lora: LoraConfig | None = None,
+        make: Make = causal_lm,
+    ) -> None:
+        """``device``: "cuda" or "cpu", which decides what attention keeps and how large a tile of logits is."""
+        self.config, self.device, self.make = config, device, make
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.trains_head = lora is None
+        self._models = [cut_model(config, layers, self.dtype, lora, make) for layers in (1, 2)]
+        self._known: dict[Batch, Activations] = {}
+
+    def __call__(self, batch: Batch) -> Activations:
+        if batch not in self._known:
+            self._known[batch] = self._trace(batch)
+        return self._known[batch]
+
+    def _trace(self, batch: Batch) -> Activations:
+        one, two = (run_body(model, batch, self.device) for model in self._models)
+        layer = two.kept - one.kept
+        if self.make is causal_lm:
+            head = _run_head(self.config, batch, self.dtype, self.device, trained=self.trains_head)
+        else:
+            head = _run_scalar_head(self.config, batch, self.dtype)
+        return Activations(
+            layer=layer,
+            outside=one.kept - layer,
+            layer_input=batch.rows * self.config.get_text_config().hidden_size * self.dtype.itemsize,
+            forward=one.forward_peak - one.kept,
+            backward=one.backward_peak - one.kept,
+            inference=one.inference_peak,
+            head_kept=head.kept,
+            head_forward=head.forward_peak,
+            head_backward=head.backward_peak,
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ counting
@@ -248,29 +262,27 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-def _run_body(
-    config: PretrainedConfig,
-    batch: Batch,
-    dtype: torch.dtype,
-    device: str,
-    lora: LoraConfig | None,
-    layers: int,
-    make: Make,
-) -> _Run:
-    """The body with as many layers, on the hidden states that embeddings give it."""
+def cut_model(
+    config: PretrainedConfig, layers: int, dtype: torch.dtype, lora: LoraConfig | None = None, make: Make = causal_lm
+) -> PreTrainedModel:
+    """The model with so many of its layers, on the meta device."""
     model = _meta_model(config, make)
+    _keep_layers(model, layers)
     if lora is not None:
         add_adapters(model, lora)
     model.to(dtype)
-    _keep_layers(model, layers)
-    packs = use_packed_attention(model)
-    if packs:
+    if use_packed_attention(model):
         model.set_attn_implementation(TRACED)
-    body = model.base_model
-    inputs = torch.empty(1, batch.rows, config.get_text_config().hidden_size, dtype=dtype, device="meta")
+    return model
+
+
+def run_body(model: PreTrainedModel, batch: Batch, device: str) -> _Run:
+    """A pass of a cut model's body, on the hidden states that embeddings give it."""
+    body, dtype = model.base_model, model.dtype
+    inputs = torch.empty(1, batch.rows, model.config.get_text_config().hidden_size, dtype=dtype, device="meta")
     inputs.requires_grad_()
     places = torch.zeros(1, batch.rows, dtype=torch.int64, device="meta")
-    extra = {"traced": _Traced(batch, device)} if packs else {}
+    extra = {"traced": _Traced(batch, device)} if model.config._attn_implementation == TRACED else {}
 
     def run() -> Tensor:
         hidden: Tensor = body(inputs_embeds=inputs, position_ids=places, use_cache=False, **extra).last_hidden_state
@@ -286,6 +298,7 @@ def _run_body(
         gradient = torch.empty_like(hidden)
         counted.peak = counted.live
         hidden.backward(gradient)
+    model.zero_grad()
     return _Run(kept, forward_peak, counted.peak, inference.peak)
 
 
@@ -301,17 +314,20 @@ def _keep_layers(model: PreTrainedModel, count: int) -> None:
 
 def _run_head(config: PretrainedConfig, batch: Batch, dtype: torch.dtype, device: str, *, trained: bool) -> _Run:
     """The projection to the vocabulary, tile by tile, as training computes it."""
-    text, meta = config.get_text_config(), {"device": "meta"}
-    hidden = torch.empty(batch.rows, text.hidden_size, dtype=dtype, requires_grad=True, **meta)
-    weight = torch.empty(text.vocab_size, text.hidden_size, dtype=dtype, requires_grad=trained, **meta)
-    places = torch.zeros(batch.scored, dtype=torch.int64, **meta)
-    temperatures = torch.empty(batch.scored, **meta)
+    text, tile = config.get_text_config(), TILE[device]
+    entries = min(text.vocab_size, 2 * tile[1])  # those that follow take the place of these; but for the gradient
+    rest = (text.vocab_size - entries) * text.hidden_size * dtype.itemsize if trained else 0
+    with torch.device("meta"):
+        hidden = torch.empty(batch.rows, text.hidden_size, dtype=dtype, requires_grad=True)
+        weight = torch.empty(entries, text.hidden_size, dtype=dtype, requires_grad=trained)
+        places = torch.zeros(batch.scored, dtype=torch.int64)
+        temperatures = torch.empty(batch.scored)
     with LiveBytes() as counted:
-        scores = log_probs_and_entropy(take_rows(hidden, places), weight, None, places, temperatures, tile=TILE[device])
+        scores = log_probs_and_entropy(take_rows(hidden, places), weight, None, places, temperatures, tile=tile)
         kept, forward_peak = counted.live, counted.peak
         counted.peak = counted.live
         torch.stack(scores).sum().backward()
-    return _Run(kept, forward_peak, counted.peak)
+    return _Run(kept, forward_peak, counted.peak + rest)
 
 
 def _run_scalar_head(config: PretrainedConfig, batch: Batch, dtype: torch.dtype) -> _Run:
@@ -366,9 +382,13 @@ def _traced_attention(
     traced: _Traced,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As ``train.model.attention.packed_attention``, with the shapes of its kernels in their place."""
+    """As ``train.model.attention.packed_attention``, with the shapes of its kernels in their place.
+
+    With dropout a CPU computes scores, and so do soft caps and sinks everywhere.
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     batch, cpu = traced.batch, traced.device == "cpu"
     dtype = q.dtype
@@ -377,7 +397,8 @@ def _traced_attention(
         k, v = (take_rows(x, keys) for x in (k, v))
     if cpu:  # in order of length, and back
         q, k, v = (x.float() for x in (take_rows(q, rows), k, v))
-    if softcap is None and s_aux is None:
+    by_scores = softcap is not None or s_aux is not None
+    if not by_scores and not (cpu and dropout):
         out = _Fused.apply(q, k, v).to(dtype)
         return (take_rows(out, rows) if cpu else out)[None], None
     outs = []
@@ -385,7 +406,11 @@ def _traced_attention(
         a, b = (x[: count * n].unflatten(0, (count, n)).transpose(1, 2) for x, n in ((q, length), (k, prefix + length)))
         c = v[: count * (prefix + length)].unflatten(0, (count, -1)).transpose(1, 2)
         allowed = torch.ones(length, prefix + length, dtype=torch.bool, device="meta")
-        outs.append(_by_scores(a, b, c, allowed, None, 0.0, softcap, s_aux).transpose(1, 2).flatten(0, 1))
+        if by_scores:
+            out = _by_scores(a, b, c, allowed, None, dropout, softcap, s_aux)
+        else:
+            out = functional.scaled_dot_product_attention(a, b, c, allowed, dropout, enable_gqa=len(a[0]) != len(b[0]))
+        outs.append(out.transpose(1, 2).flatten(0, 1))
     return take_rows(torch.cat(outs).to(dtype), rows)[None], None
 
 
