@@ -62,7 +62,7 @@ def plan(
     Exit code 1 if nothing fits; the message says by how much, and which machines would do.
     """
     from train.planner.machine import MachineUnknown, read_machine
-    from train.planner.plan import NothingFits, choose, fitting_machines, serving
+    from train.planner.plan import NothingFits, choose, fitting_machines, serving, sets_ranks
 
     config = settings.resolved().train
     try:
@@ -85,7 +85,7 @@ def plan(
         better = f"; it would fit on {' or on '.join(would_do)}" if would_do else ""
         raise NothingFits(f"{error}{better}") from error
     twice = None
-    if machine.kind != "cpu" and len(config.placement.pools) == 1:
+    if machine.kind != "cpu" and not sets_ranks(config):
         twice = choose(config, models, replace(machine, devices=2 * machine.devices), work)
     replica = serving(models.policy.shape, settings.serve.engine, settings.serve.swap, machine)
     if as_json:

@@ -28,7 +28,7 @@ from train.algorithms import load
 from train.batch.prompt_rows import take_rows
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
-from train.model.attention import _by_scores, use_packed_attention
+from train.model.attention import by_scores, use_packed_attention
 from train.model.fsdp import Make, causal_lm, decoder_layers
 from train.model.fused_log_probs import TILE, log_probs_and_entropy
 from train.model.lora import add_adapters
@@ -397,8 +397,8 @@ def _traced_attention(
         k, v = (take_rows(x, keys) for x in (k, v))
     if cpu:  # in order of length, and back
         q, k, v = (x.float() for x in (take_rows(q, rows), k, v))
-    by_scores = softcap is not None or s_aux is not None
-    if not by_scores and not (cpu and dropout):
+    plain = softcap is None and s_aux is None
+    if plain and not (cpu and dropout):
         out = _Fused.apply(q, k, v).to(dtype)
         return (take_rows(out, rows) if cpu else out)[None], None
     outs = []
@@ -406,10 +406,10 @@ def _traced_attention(
         a, b = (x[: count * n].unflatten(0, (count, n)).transpose(1, 2) for x, n in ((q, length), (k, prefix + length)))
         c = v[: count * (prefix + length)].unflatten(0, (count, -1)).transpose(1, 2)
         allowed = torch.ones(length, prefix + length, dtype=torch.bool, device="meta")
-        if by_scores:
-            out = _by_scores(a, b, c, allowed, None, dropout, softcap, s_aux)
-        else:
+        if plain:
             out = functional.scaled_dot_product_attention(a, b, c, allowed, dropout, enable_gqa=len(a[0]) != len(b[0]))
+        else:
+            out = by_scores(a, b, c, allowed, None, dropout, softcap, s_aux)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return take_rows(torch.cat(outs).to(dtype), rows)[None], None
 

@@ -164,12 +164,17 @@ def _require_devices(config: TrainConfig, machine: Machine) -> None:
     on = config.placement
     pools = {on.actor, on.reference, on.rollout, on.critic or on.actor}
     needed = {pool: config.ranks_of(pool) for pool in sorted(pools)}
-    if len(on.pools) > 1 and sum(needed.values()) > machine.devices:
+    if sets_ranks(config) and sum(needed.values()) > machine.devices:
         ranks = ", ".join(f"{pool}: {count}" for pool, count in needed.items())
         raise NothingFits(
-            f"train.placement.pools want {sum(needed.values())} devices ({ranks}), and there are {machine.devices}; "
-            "lower their ranks, or plan for more devices"
+            f"train.ranks and train.placement.pools want {sum(needed.values())} devices ({ranks}), and there are "
+            f"{machine.devices}; lower them, or plan for more devices"
         )
+
+
+def sets_ranks(config: TrainConfig) -> bool:
+    """Whether the settings say how many ranks there are; if not, there is one for each device."""
+    return "ranks" in config.model_fields_set or len(config.placement.pools) > 1
 
 
 def fitting_machines(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Iterator[Plan]:
@@ -228,7 +233,7 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
     rollout, fsdp = config.rollout, config.fsdp
     cpu = machine.kind == "cpu"
     own = config.placement.pools if len(config.placement.pools) > 1 else {}
-    ranks = config.ranks if own else machine.devices
+    ranks = config.ranks if sets_ranks(config) else machine.devices
     engines = own[config.placement.rollout].ranks or ranks if own else ranks
     heads = models.policy.shape.heads
     most = min(machine.node_devices, engines)

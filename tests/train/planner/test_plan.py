@@ -57,7 +57,7 @@ def test_what_is_set_stays(models: Models) -> None:
     )
     found = choose(settings, models, parse_gpus("8x80GB"), WORK).config
     assert (found.micro_batch_tokens, found.activation_checkpointing) == (4096, True)
-    assert found.rollout.tensor_parallel_size == 4
+    assert (found.ranks, found.rollout.tensor_parallel_size) == (4, 4)
 
 
 def test_where_nothing_fits_it_says_by_how_much_and_what_would(models: Models) -> None:
