@@ -80,13 +80,14 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
             "the algorithm of the policy that it is for"
         )
     plain = traced(policy)
-    critic = config.algorithm.critic.model
+    critic, algorithm = config.algorithm.critic.model, load(config.algorithm)
     return Models(
         policy=plain,
         actor=plain if config.lora is None else traced(policy, lora=config.lora),
         critic=traced(policy if critic is None else read_config(critic), with_one_output)
-        if load(config.algorithm).needs_critic
+        if algorithm.needs_critic
         else None,
+        has_reference=config.has_reference or algorithm.needs_reference,
     )
 
 

@@ -51,11 +51,15 @@ class TracedModel:
 
 @dataclass(frozen=True)
 class Models:
-    """The models of a run. ``policy``: as it is stored; ``actor``: with its adapters, if it has any."""
+    """The models of a run. ``policy``: as it is stored; ``actor``: with its adapters, if it has any.
+
+    ``has_reference``: whether the run needs the parent's logprobs.
+    """
 
     policy: TracedModel
     actor: TracedModel
     critic: TracedModel | None
+    has_reference: bool
 
 
 @dataclass(frozen=True)
@@ -274,7 +278,7 @@ class _Planner:
         on = config.placement
         self.pools = {
             "actor": on.actor,
-            **({"reference": on.reference} if config.has_reference else {}),
+            **({"reference": on.reference} if models.has_reference else {}),
             **({"critic": on.critic or on.actor} if models.critic is not None else {}),
             **({"rollout": on.rollout} if config.samples else {}),
         }
