@@ -26,7 +26,7 @@ class Sharding:
 
     ``shards``: ranks that share one copy. ``itemsize``: of the compute type. ``frozen_itemsize``: of parameters that
     are never trained. ``micro_batches``: of an optimizer step. ``host``: parameters, gradients and moments are in the
-    host's memory (train.fsdp.cpu_offload).
+    host's memory (train.fsdp.cpu_offload). ``gloo``: collectives are gloo's, which reduces in a copy.
     """
 
     shards: int
@@ -36,6 +36,15 @@ class Sharding:
     reduce_every_micro_batch: bool = False
     micro_batches: int = 1
     host: bool = False
+    gloo: bool = False
+
+    def reduction(self, trained: int) -> Memory:
+        """Of so many parameters: gradients in the compute type are copied to a buffer in float32, and then gone; the
+        slice of the result comes beside it. Those of earlier micro-batches are in float32 already, and counted."""
+        fresh = self.micro_batches == 1 or self.reduce_every_micro_batch
+        copied = Counter(gradients=self.itemsize * trained * fresh, buffers=MASTER * trained)
+        twice = 2 if self.gloo and self.gathers else 1
+        return largest([copied, Counter(buffers=twice * MASTER * trained + MASTER * trained // self.shards)])
 
     @property
     def gathers(self) -> bool:
@@ -150,13 +159,10 @@ def _backward(shape: ModelShape, how: Sharding, kept: Activations) -> Iterable[M
             gradients=gradients,
             buffers=buffer,
         )
-        reduction = MASTER * unit.trained + MASTER * unit.trained // how.shards
-        yield Counter(
-            unsharded=root + flat * (left > 1),
-            activations=_kept(shape, how, kept, left - 1),
-            gradients=gradients + (how.itemsize * unit.trained if how.micro_batches == 1 else 0),
-            buffers=reduction,
+        waiting = Counter(
+            unsharded=root + flat * (left > 1), activations=_kept(shape, how, kept, left - 1), gradients=gradients
         )
+        yield waiting + how.reduction(unit.trained)
 
 
 def _head(shape: ModelShape) -> int:
@@ -176,11 +182,7 @@ def _root_reduced(shape: ModelShape, how: Sharding, kept: Activations) -> Memory
         gradients=waiting + (whole + embedding if shape.tied else whole),
         buffers=MASTER * shape.largest_layer.trained,
     )
-    reduced = Counter(
-        gradients=waiting + (whole if how.micro_batches == 1 else 0),
-        buffers=MASTER * trained + MASTER * trained // how.shards,
-    )
-    return largest([made, reduced])
+    return largest([made, Counter(gradients=waiting) + how.reduction(trained)])
 
 
 def _optimizer(shape: ModelShape, how: Sharding) -> Memory:

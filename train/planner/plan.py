@@ -353,6 +353,7 @@ class _Planner:
             reduce_every_micro_batch=config.fsdp.reduce_every_micro_batch,
             micro_batches=self.count,
             host=config.fsdp.cpu_offload and self.machine.kind != "cpu",
+            gloo=self.machine.kind == "cpu",
         )
 
     def _held(self, role: str) -> Memory:

@@ -85,8 +85,15 @@ def test_gradients_of_earlier_micro_batches_are_whole_unless_each_is_reduced(red
 
 def test_without_activations_what_is_left_at_the_end_is_the_most() -> None:
     most = update(SHAPE, bf16(1), NOTHING)
-    # The root's gradients, in bfloat16 and the buffer and the result of their reduction, beside those of all layers.
-    assert most.total() == 12 * 12_000 + 4 * 10_000 + 2 * 2000 + 4 * 2000 + 4 * 2000
+    # The buffer and the result of the reduction of the root's gradients, beside those of all layers.
+    assert most.total() == 12 * 12_000 + 4 * 10_000 + 4 * 2000 + 4 * 2000
+
+
+def test_gloo_reduces_in_a_copy_of_the_buffer() -> None:
+    on_gpus, on_cpus = (bf16(4, gloo=gloo).reduction(1000).total() for gloo in (False, True))
+    assert on_gpus == max(2 * 1000 + 4 * 1000, 4 * 1000 + 4 * 250)
+    assert on_cpus == 2 * 4 * 1000 + 4 * 250
+    assert bf16(1, gloo=True).reduction(1000).total() == 8 * 1000  # there is nobody to reduce with
 
 
 def test_offload_leaves_a_device_what_a_pass_needs() -> None:
