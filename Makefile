@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test test-cluster lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident bench-traffic loadtest tour learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
+.PHONY: help setup demo test test-cluster lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident bench-traffic bench-plan loadtest tour learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -88,6 +88,9 @@ bench-resident: setup  ## measure workers that stay between cycles over 50 of th
 
 bench-traffic: setup   ## measure what a run's driver reads of a lake of 100M tokens, and its memory; the last line is JSON
 	$(BIN)/python -m loadtests.bench_traffic $(ARGS)
+
+bench-plan: setup      ## compare what a plan predicts with what training takes, in 20 configurations: about 10 minutes; the last line is JSON
+	$(BIN)/python -m deploy.examples.bench.plan $(ARGS)
 
 learn: setup           ## prove that the algorithms learn: about 17 minutes; the last line is JSON
 	$(BIN)/python -m deploy.examples.learn $(ARGS)

@@ -59,6 +59,7 @@ COMMANDS: Final = {
     "status": "deploy.commands.inspect:status",
     "report": "deploy.commands.inspect:report",
     "doctor": "deploy.commands.inspect:doctor",
+    "plan": "deploy.commands.plan:plan",
     "monitoring": "deploy.commands.monitoring:monitoring",
     "help": "deploy.commands.settings:help_",
     "config": "deploy.commands.settings:config",
@@ -69,7 +70,7 @@ COMMANDS: Final = {
 """Where each command is."""
 
 GROUPS: Final = {
-    "Run": ("up", "status", "doctor", "init", "serve", "schedule", "monitoring", "demo"),
+    "Run": ("up", "status", "doctor", "plan", "init", "serve", "schedule", "monitoring", "demo"),
     "Turn the loop by hand": ("score", "train", "estimate", "evaluate", "cycle"),
     "Policies": (
         "policies",

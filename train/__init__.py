@@ -9,5 +9,5 @@ advantages, losses, KL), ``workers`` (the computation, on each rank) over ``cont
 
 ``run`` (how a run begins, continues and publishes), ``checkpoint`` (the files that a killed run continues from),
 ``observe`` (progress, health, trackers, hooks), ``config`` (settings of training), ``import_object`` (imports what a
-setting names as ``module:name``).
+setting names as ``module:name``), ``planner`` (what a model takes on a machine, before anything is started).
 """

@@ -120,7 +120,7 @@ def packed_attention(
         ([1, rows, query heads, D of value], None)
     """
     if packing is None and (softcap is not None or s_aux is not None):
-        out = _by_scores(query, key, value, attention_mask, scaling, dropout, softcap, s_aux)
+        out = by_scores(query, key, value, attention_mask, scaling, dropout, softcap, s_aux)
         return out.transpose(1, 2).contiguous(), None
     if packing is None:
         shared = {"scaling": scaling, "dropout": dropout, "position_bias": position_bias, **options}
@@ -200,14 +200,14 @@ def _by_length(
                 enable_gqa=a.shape[1] != b.shape[1],
             )
         else:
-            out = _by_scores(a, b, c, band, scaling, dropout, softcap, sinks)
+            out = by_scores(a, b, c, band, scaling, dropout, softcap, sinks)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
     out = out.to(dtype)
     return out if packing.order is None else take_rows(out, packing.rows)
 
 
-def _by_scores(
+def by_scores(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -5,5 +5,6 @@ journal in turns with its peers), ``peers`` (SQLite and the bare disk), ``storag
 own writer), ``scoring`` (its rate as history grows), ``front_end`` (the cost of everything but the engine). Of
 training: ``reshard`` (weight sync by plan against gathering), ``reshard_table`` (what it moves for well-known models),
 ``overlap`` (what sampling ahead saves), ``vocabulary`` (log-probabilities by tiles against whole logits), ``resident``
-(memory and seconds of workers that stay between cycles), ``traffic`` (what a run's driver reads of a large lake).
+(memory and seconds of workers that stay between cycles), ``plan`` (what `millrace plan` predicts against what training
+takes), ``traffic`` (what a run's driver reads of a large lake).
 """

@@ -160,9 +160,14 @@ def peak_memory() -> Iterator[list[int]]:
     """[bytes by which the resident memory of this process rose at most]; Linux."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before, extra = _status("VmRSS"), [0]
+    before, extra = resident(), [0]
     yield extra
     extra[0] = max(0, _status("VmHWM") - before)
+
+
+def resident() -> int:
+    """Bytes of this process's resident memory; Linux."""
+    return _status("VmRSS")
 
 
 def _status(field: str) -> int:

@@ -1,0 +1,230 @@
+"""plan: what a model takes on a machine, before anything is downloaded or started."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from deploy.commands.common import as_json_option, pass_settings
+from deploy.config.root import Settings
+
+if TYPE_CHECKING:
+    from train.config.training import TrainConfig
+    from train.planner.machine import Machine
+    from train.planner.plan import Plan, Serving, Workload
+    from train.planner.sizes import ModelShape
+
+GIB = 2**30
+
+
+@click.command()
+@click.option("--model", type=click.Path(path_type=Path), metavar="PATH", help="A model's folder, or its config.json.")
+@click.option("--gpus", metavar="NxKIND", help="The devices: 8x80GB, 8xA100, 8xH100, 4xH200; cpu is this machine.")
+@click.option(
+    "--machine",
+    "machine_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Devices of your own, in place of --gpus: YAML with rates that differ from a preset's.",
+)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Tokens of a prompt; responses have train.rollout.max_tokens.",
+)
+@as_json_option
+@pass_settings
+def plan(
+    settings: Settings,
+    model: Path | None,
+    gpus: str | None,
+    machine_file: Path | None,
+    prompt_tokens: int,
+    as_json: bool,
+) -> int:
+    """Plan memory and time of training and serving a model, from its config.json alone.
+
+    Settings of train that are set are kept; those of memory and parallelism that are not are chosen: micro-batch,
+    activation checkpointing, reduction of gradients, offload, generation's tensor parallelism and its KV cache. Without
+    --model it is the policy that serves.
+
+    Memory is counted as training allocates it. Seconds follow from the machine's rates and the share of its peak that
+    runs usually reach: good for comparing, and not measured on it.
+
+    Exit code 1 if nothing fits; the message says by how much, and which machines would do.
+    """
+    from train.planner.machine import MachineUnknown, read_machine
+    from train.planner.plan import NothingFits, choose, fitting_machines, serving, sets_ranks
+
+    config = settings.resolved().train
+    try:
+        if (gpus is None) == (machine_file is None):
+            raise MachineUnknown("name the machine by one of --gpus (8x80GB, 8xH100, cpu) and --machine FILE")
+        work = _workload(config, prompt_tokens)
+        machine = _machine(gpus, config) if machine_file is None else read_machine(machine_file)
+    except MachineUnknown as error:
+        raise click.UsageError(str(error)) from error
+    from train.planner.model_shape import ModelNotPlanned, models_of, read_config
+
+    try:
+        models = models_of(read_config(model or _serving_folder(settings)), config, machine.kind)
+    except ModelNotPlanned as error:
+        raise click.UsageError(str(error)) from error
+    try:
+        found = choose(config, models, machine, work)
+    except NothingFits as error:
+        would_do = [f"{p.machine.devices} x {p.machine.name}" for p in fitting_machines(config, models, machine, work)]
+        better = f"; it would fit on {' or on '.join(would_do)}" if would_do else ""
+        raise NothingFits(f"{error}{better}") from error
+    twice = None
+    if machine.kind != "cpu" and not sets_ranks(config):
+        twice = choose(config, models, replace(machine, devices=2 * machine.devices), work)
+    replica = serving(models.policy.shape, settings.serve.engine, settings.serve.swap, machine)
+    if as_json:
+        click.echo(json.dumps(_as_json(found, models.policy.shape, work, replica, twice), indent=2))
+    else:
+        for line in _lines(found, models.policy.shape, work, replica, twice):
+            click.echo(line)
+    return 0
+
+
+def _workload(config: TrainConfig, prompt_tokens: int) -> Workload:
+    """A step as train says, with responses of the greatest length."""
+    from train.planner.plan import Workload
+
+    group = config.algorithm.group_size if config.samples else 2 if config.algorithm.name == "dpo" else 1
+    return Workload(config.data.prompts_per_step, group, prompt_tokens, config.rollout.max_tokens)
+
+
+def _machine(gpus: str | None, config: TrainConfig) -> Machine:
+    from train.planner.machine import parse_gpus
+
+    if gpus is not None and gpus.strip().lower() == "cpu":
+        from train.planner.cpu_rates import measure_cpu
+
+        return measure_cpu(config.ranks, dtype=config.dtype, threads=config.threads_per_rank)
+    return parse_gpus(gpus or "")
+
+
+def _serving_folder(settings: Settings) -> Path:
+    store = settings.policy_store()
+    if (pointer := store.serving()) is None:
+        raise click.UsageError("no policy serves: name a model's folder or its config.json (--model PATH)")
+    return store.get(pointer.version).path
+
+
+def chosen(found: Plan) -> dict[str, Any]:
+    """The settings of the plan, by name."""
+    config = found.config
+    return {
+        "train.ranks": config.ranks,
+        "train.micro_batch_tokens": config.micro_batch_tokens,
+        "train.activation_checkpointing": config.activation_checkpointing,
+        "train.fsdp.reduce_every_micro_batch": config.fsdp.reduce_every_micro_batch,
+        "train.fsdp.cpu_offload": config.fsdp.cpu_offload,
+        **(
+            {
+                "train.rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
+                "train.rollout.kv_cache_bytes": found.kv_bytes,
+            }
+            if config.samples
+            else {}
+        ),
+    }
+
+
+def _as_json(found: Plan, shape: ModelShape, work: Workload, replica: Serving, twice: Plan | None) -> dict[str, Any]:
+    model = {"architecture": shape.architecture, "parameters": shape.parameters, "active": shape.active}
+    return {
+        "model": {**model, "by_kind": shape.kinds, "stored": shape.stored},
+        "machine": {**asdict(found.machine), "usable": found.machine.usable},
+        "step": asdict(work),
+        "settings": chosen(found),
+        "gpu_memory_utilization": round(found.engine_share, 3),
+        "micro_batches": found.micro_batches,
+        "phases": [{**asdict(phase), "bytes": phase.bytes} for phase in found.phases],
+        "host_bytes": found.host_bytes,
+        "seconds": found.seconds,
+        "memory_limit": {"phase": found.peak.name, "bytes": found.peak.bytes, "largest": _most(found.peak.memory)},
+        "time_limit": {"phase": found.slowest.name, "bound": found.slowest.cost.bound},
+        "twice_the_devices": None if twice is None else {"seconds": twice.seconds, "settings": chosen(twice)},
+        "serving": asdict(replica),
+    }
+
+
+def _lines(found: Plan, shape: ModelShape, work: Workload, replica: Serving, twice: Plan | None) -> Iterator[str]:
+    """The plan for people."""
+    from deploy.display.tables import table
+
+    machine, usable = found.machine, _gib(found.machine.usable)
+    kinds = ", ".join(f"{kind} {_count(count)}" for kind, count in shape.kinds.items())
+    active = f", {_count(shape.active)} of them active" if shape.active != shape.parameters else ""
+    yield f"model     {shape.architecture}, {_count(shape.parameters)} parameters{active}: {kinds}"
+    yield f"machine   {machine.devices} x {machine.name}: {_gib(machine.memory)} GiB each, of which {usable} to fill"
+    responses = f" x {work.group_size} responses" if work.group_size > 1 else ""
+    lengths = f"{work.prompt_tokens} + {work.response_tokens} tokens"
+    yield f"step      {work.prompts} prompts{responses} of {lengths}, in {found.micro_batches} micro-batches a rank"
+    yield ""
+    yield from (f"{name}: {json.dumps(value)}" for name, value in chosen(found).items())
+    yield ""
+    rows = [
+        [
+            phase.name,
+            _gib(phase.bytes),
+            ", ".join(f"{name} {_gib(count)}" for name, count in Counter(phase.memory).most_common(4)),
+            f"{phase.cost.seconds:.2f}",
+            f"{phase.cost.moved / GIB:.1f}",
+            phase.cost.bound,
+        ]
+        for phase in found.phases
+    ]
+    rows.append(["step", _gib(found.peak.bytes), "", f"{found.seconds:.2f}", "", ""])
+    yield table(["phase of a rank", "GiB", "most of it", "seconds", "GiB moved", "bound by"], rows)
+    yield ""
+    what, most = _most(found.peak.memory)
+    yield f"memory    {found.peak.name} has the most, and in it {what} ({_gib(most)} GiB)"
+    yield f"time      {found.slowest.name} takes the longest, bound by {found.slowest.cost.bound}"
+    if twice is not None:
+        count = twice.machine.devices
+        yield f"more      {count} x {machine.name}: {twice.seconds:.2f} s a step instead of {found.seconds:.2f}"
+    if found.host_bytes:
+        yield f"host      {_gib(found.host_bytes)} GiB of a node's own memory, for what is offloaded"
+    if found.config.samples and machine.kind != "cpu":
+        yield f"vllm      is started with gpu_memory_utilization {found.engine_share:.2f} for rollouts"
+    if machine.kind != "cpu":
+        yield f"serving   {_of_serving(replica)}"
+
+
+def _of_serving(replica: Serving) -> str:
+    what = (
+        f"a replica on {replica.devices} device{'s' * (replica.devices > 1)} of its own has {_gib(replica.weights)} "
+        f"GiB of weights and {_gib(replica.kv_cache)} of KV cache on each; "
+    )
+    if not replica.standby:
+        return what + "serve.swap.in_place makes no second set of weights"
+    if replica.standby_fits:
+        return what + f"a swap's second set, {_gib(replica.standby)} GiB, fits beside it"
+    return what + (
+        f"a swap's second set, {_gib(replica.standby)} GiB, does not fit beside it: set "
+        f"serve.engine.gpu_memory_utilization to at most {replica.most_utilization:.2f}, or serve.swap.in_place"
+    )
+
+
+def _most(memory: dict[str, int]) -> tuple[str, int]:
+    return max(memory.items(), key=lambda item: item[1])
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f}"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"

@@ -1,0 +1,86 @@
+"""`millrace plan`: a table and JSON from a config.json alone, and one line for each thing that can't be planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from tests.train.planner.public_configs import write
+
+
+def run(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> tuple[int, str, str]:
+    code = cli.run(["plan", "--home", str(folder / "home"), *arguments])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_a_7b_model_is_planned_for_people_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on = ["--model", str(write("Qwen2.5-7B", tmp_path)), "--gpus", "8x80GB", "--train.lora.rank", "16"]
+    plain = [*on[:4], "--train.micro_batch_tokens", "8192"]
+    code, out, err = run(capsys, tmp_path, *plain)
+    assert code == 0, err
+    for expected in (
+        "Qwen2ForCausalLM, 7.62B parameters",
+        "step      32 prompts x 8 responses of 512 + 256 tokens",
+        "train.micro_batch_tokens: 8192",
+        "actor update",
+        "more      16 x 80GB",
+        "set serve.engine.gpu_memory_utilization to at most",
+    ):
+        assert expected in out
+    code, out, err = run(capsys, tmp_path, *plain, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["model"]["parameters"] == 7_615_616_512
+    assert found["settings"]["train.ranks"] == 8
+    assert max(phase["bytes"] for phase in found["phases"]) == found["memory_limit"]["bytes"]
+    assert found["memory_limit"]["bytes"] <= found["machine"]["usable"]
+    assert found["seconds"] == pytest.approx(sum(phase["cost"]["seconds"] for phase in found["phases"]))
+
+
+def test_what_does_not_fit_is_one_line_with_what_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(write("Llama-3-8B", tmp_path))
+    refused = ["--model", model, "--gpus", "1x24GB", "--train.fsdp.cpu_offload", "false"]
+    code, out, err = run(capsys, tmp_path, *refused)
+    assert (code, out) == (1, "")
+    assert "error: nothing fits on 1 x 24GB: with the least memory, actor update needs" in err
+    assert "it would fit on 16 x 24GB or on 1 x 192GB" in err
+
+
+def test_an_algorithm_that_samples_nothing_is_planned_without_an_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(write("gpt2", tmp_path))
+    code, out, err = run(capsys, tmp_path, "--model", model, "--gpus", "cpu", "--json", "--train.algorithm.name", "dpo")
+    assert code == 0, err
+    found = json.loads(out)
+    assert [phase["name"] for phase in found["phases"]] == ["reference log_probs", "actor update"]
+    assert found["machine"]["kind"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--gpus", "8x80GB"], "no policy serves: name a model's folder or its config.json (--model PATH)"),
+        (["--model", "nowhere", "--gpus", "8x80GB"], "--model nowhere: there is no nowhere; name a model's folder"),
+        (["--model", "nowhere"], "name the machine by one of --gpus (8x80GB, 8xH100, cpu) and --machine FILE"),
+        (["--model", "nowhere", "--gpus", "8xB52"], "--gpus 8xB52: no such machine; write 8x80GB"),
+        (["--model", "nowhere", "--machine", "none.yaml"], "--machine none.yaml: can't be read"),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_remedy(
+    arguments: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, tmp_path, *arguments)
+    assert (code, out) == (2, "")
+    assert why in err
+
+
+def test_a_reward_model_is_not_planned_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on = ["--model", str(write("gpt2", tmp_path)), "--gpus", "8x80GB", "--train.algorithm.name", "reward_model"]
+    code, _, err = run(capsys, tmp_path, *on)
+    assert code == 2
+    assert "train.algorithm.name=reward_model trains no policy" in err

@@ -1,0 +1,51 @@
+"""Machines by name and from YAML; what is wrong is named with what would do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from train.planner.machine import PRESETS, MachineUnknown, parse_gpus, read_machine
+
+
+def test_devices_are_named_by_memory_or_by_kind() -> None:
+    assert (parse_gpus("8x80GB").devices, parse_gpus("8x80GB").flops) == (8, 312e12)
+    assert 78 * 2**30 < parse_gpus("8x80GB").memory < 80 * 2**30
+    assert parse_gpus("4xh200").memory == PRESETS["H200"].memory
+    assert parse_gpus("16xH100-80").name == "H100-80"
+
+
+@pytest.mark.parametrize("text", ["80GB", "0x80GB", "8xB52", "8x", "many", "8x2GB"])
+def test_another_text_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(MachineUnknown, match=rf"--gpus {text}.*8x80GB, 8xA100, 8xH100"):
+        parse_gpus(text)
+
+
+def test_a_file_says_what_differs_from_a_preset(tmp_path: Path) -> None:
+    file = tmp_path / "slow.yaml"
+    file.write_text("like: H100\ndevices: 16\nnetwork: 12.5e9\n")
+    machine = read_machine(file)
+    assert (machine.name, machine.devices, machine.network, machine.flops) == ("slow", 16, 12.5e9, 989e12)
+    assert machine.slowest_link(8) == pytest.approx(0.7 * 450e9)
+    assert machine.slowest_link(16) == pytest.approx(0.7 * 12.5e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("gpus: 8", "unknown gpus; it has fields out of: like, name, devices"),
+        ("like: T4", "like: T4 is no preset; use one of A100, H100, H200"),
+        ("flops: fast", "every field but name and kind is a number"),
+        ("memory: 1", "memory must be above"),
+        ("- 8", "it has no fields"),
+        ("{", "can't be read"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_with_the_field(text: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(text)
+    with pytest.raises(MachineUnknown, match=why):
+        read_machine(file)
+    with pytest.raises(MachineUnknown, match="can't be read"):
+        read_machine(tmp_path / "none.yaml")

@@ -1,0 +1,129 @@
+"""Which settings a plan chooses, and what it says where nothing fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.config import EngineConfig, SwapConfig
+from tests.train.planner.public_configs import write
+from train.config.training import TrainConfig
+from train.planner.machine import parse_gpus
+from train.planner.model_shape import models_of, read_config
+from train.planner.plan import Models, NothingFits, Workload, choose, fitting_machines, micro_batches, plan, serving
+from train.planner.sizes import GIB
+
+WORK = Workload(prompts=64, group_size=8, prompt_tokens=512, response_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("Qwen2.5-7B", tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def models(qwen: Path) -> Models:
+    return models_of(read_config(qwen), TrainConfig(), "cuda")
+
+
+def config(**settings: Any) -> TrainConfig:
+    return TrainConfig.model_validate(settings)
+
+
+def test_what_is_chosen_fits_and_what_does_not_is_left(models: Models) -> None:
+    machine = parse_gpus("8x80GB")
+    found = choose(config(), models, machine, WORK)
+    assert found.fits
+    assert found.config.ranks == 8
+    assert not found.config.fsdp.cpu_offload  # it is slower, and not needed
+    assert [phase.name for phase in found.phases] == ["generate", "weight sync", "reference log_probs", "actor update"]
+    whole = plan(found.config.model_copy(update={"micro_batch_tokens": 65536}), models, machine, WORK)
+    assert not whole.fits
+
+
+def test_less_memory_is_answered_by_checkpointing_or_offload(models: Models) -> None:
+    found = choose(config(), models, parse_gpus("2x40GB"), WORK)
+    assert found.fits
+    assert found.config.fsdp.cpu_offload
+    # Weights, gradients and two moments of both ranks, and the reference's weights.
+    assert found.host_bytes == pytest.approx((16 + 2) * models.policy.shape.parameters, rel=1e-6)
+
+
+def test_what_is_set_stays(models: Models) -> None:
+    settings = config(
+        micro_batch_tokens=4096, activation_checkpointing=True, ranks=4, rollout={"tensor_parallel_size": 4}
+    )
+    found = choose(settings, models, parse_gpus("8x80GB"), WORK).config
+    assert (found.micro_batch_tokens, found.activation_checkpointing) == (4096, True)
+    assert (found.ranks, found.rollout.tensor_parallel_size) == (4, 4)
+
+
+def test_where_nothing_fits_it_says_by_how_much_and_what_would(models: Models) -> None:
+    machine, settings = parse_gpus("1x40GB"), config(fsdp={"cpu_offload": False})
+    with pytest.raises(
+        NothingFits, match=r"on 1 x 40GB: .* needs \d+\.\d GiB of a device's .* too many; most of it is"
+    ):
+        choose(settings, models, machine, WORK)
+    larger = [
+        (found.machine.devices, found.machine.memory // GIB)
+        for found in fitting_machines(settings, models, machine, WORK)
+    ]
+    assert larger[0][0] in (4, 8)
+    assert larger[1][0] == 1
+    assert larger[1][1] > 120  # 12 bytes a parameter are 85 GiB
+
+
+def test_adapters_share_the_reference_and_need_a_fraction(tmp_path: Path) -> None:
+    few_layers = read_config(write("Qwen2.5-7B", tmp_path, num_hidden_layers=2))
+    plain, adapters = (config(ranks=8, **lora) for lora in ({}, {"lora": {"rank": 16}}))
+    full, adapted = (plan(c, models_of(few_layers, c, "cuda"), parse_gpus("8x80GB"), WORK) for c in (plain, adapters))
+    assert not any(name.startswith("reference") for phase in adapted.phases for name in phase.memory)
+    held = sum(adapted.phases[-1].memory[f"actor {use}"] for use in ("weights", "optimizer"))
+    assert held < 0.2 * sum(full.phases[-1].memory[f"actor {use}"] for use in ("weights", "optimizer"))
+
+
+def test_a_critic_is_held_beside_the_policy(qwen: Path) -> None:
+    settings = config(algorithm={"name": "ppo"}, ranks=8, micro_batch_tokens=8192)
+    found = plan(settings, models_of(read_config(qwen), settings, "cuda"), parse_gpus("8x80GB"), WORK)
+    names = [phase.name for phase in found.phases]
+    assert names[-3:] == ["critic values", "critic update", "actor update"]
+    update = found.phases[-1].memory
+    # The same body; a head of one output in place of one for each token.
+    assert update["critic optimizer"] == pytest.approx(
+        update["actor optimizer"] * (1 - 544_997_376 / 7_615_616_512), rel=1e-3
+    )
+
+
+def test_separate_pools_do_not_share_memory_and_must_fit_the_devices(models: Models) -> None:
+    pools = {"pools": {"training": {"ranks": 6}, "sampling": {"ranks": 2}}, "rollout": "sampling"}
+    on = {"actor": "training", "reference": "training"}
+    settings = config(placement={**pools, **on})
+    found = choose(settings, models, parse_gpus("8x80GB"), WORK)
+    by_pool = {
+        pool: {name.split()[0] for p in found.phases if p.pool == pool for name in p.memory} for pool in pools["pools"]
+    }
+    assert by_pool == {"training": {"actor", "reference"}, "sampling": {"rollout"}}
+    with pytest.raises(NothingFits, match=r"want 8 devices \(sampling: 2, training: 6\), and there are 4"):
+        choose(settings, models, parse_gpus("4x80GB"), WORK)
+
+
+def test_micro_batches_are_as_packing_makes_them() -> None:
+    work = Workload(prompts=12, group_size=4, prompt_tokens=10, response_tokens=20)
+    count, usual, full = micro_batches(work, 2, 200)  # a prompt and its responses are 90
+    assert (count, usual.rows, usual.scored) == (3, 2 * (10 + 4 * 19), 2 * 80)
+    assert full.rows == round(usual.rows * 200 / 180)
+    count, usual, _ = micro_batches(work, 2, 50)  # two responses at a time
+    assert (count, usual.rows) == (12, 10 + 2 * 19)
+
+
+def test_a_second_set_of_weights_has_to_fit_beside_the_engine(models: Models) -> None:
+    shape, machine = models.policy.shape, parse_gpus("1x80GB")
+    beside = serving(shape, EngineConfig(), SwapConfig(), machine)
+    assert (beside.devices, beside.weights) == (1, 2 * shape.parameters)
+    assert not beside.standby_fits  # the engine has nine tenths
+    less = EngineConfig(gpu_memory_utilization=round(beside.most_utilization - 0.01, 2))
+    assert serving(shape, less, SwapConfig(), machine).standby_fits
+    assert serving(shape, EngineConfig(), SwapConfig(in_place=True), machine).standby == 0
+    assert serving(shape, EngineConfig(), SwapConfig(), parse_gpus("8x16GB")).devices == 2

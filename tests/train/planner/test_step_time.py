@@ -1,0 +1,71 @@
+"""Seconds and bytes, against numbers worked out from the papers' formulas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.train.planner.public_configs import write
+from train.planner.machine import parse_gpus
+from train.planner.memory import Sharding
+from train.planner.model_shape import read_config, shape_of
+from train.planner.sizes import Batch, ModelShape
+from train.planner.step_time import (
+    Generation,
+    forward_flops,
+    gathered_bytes,
+    generation_cost,
+    sync_bytes,
+    update_cost,
+)
+
+A100 = replace(parse_gpus("8xA100"), flops_share=1.0, bandwidth_share=1.0, link_share=1.0)
+BATCH = Batch.of(8, 1, 100, 924)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return shape_of(read_config(write("Llama-3-8B", tmp_path_factory.mktemp("llama"))))
+
+
+def test_a_forward_pass_is_two_operations_a_parameter_and_the_scores(llama: ModelShape) -> None:
+    # 32 layers of 4096 wide heads: 4 · 4096 for each of the L²/2 pairs that are computed.
+    scores = 32 * 4 * 4096 * 8 * 1023**2 / 2
+    inside = llama.parameters - 2 * 128256 * 4096  # neither the embedding nor the output
+    assert forward_flops(llama, BATCH) == pytest.approx(2 * (inside * 8 * 1023 + 128256 * 4096 * 8 * 924) + scores)
+
+
+def test_an_update_is_three_forward_passes_and_four_with_checkpointing(llama: ModelShape) -> None:
+    how = Sharding(1, 2, 2)
+    optimizer = 28 * llama.parameters / 2.04e12
+    plain = update_cost(llama, how, BATCH, A100).seconds - optimizer
+    assert plain == pytest.approx(3 * forward_flops(llama, BATCH) / 312e12)
+    again = update_cost(llama, replace(how, checkpointing=True), BATCH, A100).seconds - optimizer
+    assert again == pytest.approx(plain * 4 / 3)
+
+
+def test_an_update_gathers_twice_and_reduces_in_float32(llama: ModelShape) -> None:
+    how = Sharding(8, 2, 2, micro_batches=3)
+    share = 7 / 8 * llama.parameters
+    assert gathered_bytes(llama, how) == pytest.approx(2 * share)
+    assert update_cost(llama, how, BATCH, A100).moved == pytest.approx(3 * 2 * 2 * share + 4 * share)
+    every = replace(how, reduce_every_micro_batch=True)
+    assert update_cost(llama, every, BATCH, A100).moved == pytest.approx(3 * (2 * 2 + 4) * share)
+
+
+def test_a_sync_moves_what_a_rank_lacks(llama: ModelShape) -> None:
+    assert sync_bytes(llama, 8, 8, 2) == 0  # its slice is its shard
+    assert sync_bytes(llama, 8, 2, 2) == pytest.approx(2 * llama.parameters * 6 / 16)
+
+
+def test_decoding_is_bound_by_reading_weights_or_by_starting_kernels(llama: ModelShape) -> None:
+    one = Generation(sequences=1, concurrent=1, prompt_tokens=1, response_tokens=1000)
+    quick = replace(A100, layer_s=0.0)
+    cost = generation_cost(llama, one, quick, tensor_parallel=1, itemsize=2)
+    assert cost.bound == "memory bandwidth"
+    assert cost.seconds == pytest.approx(1000 * 2 * llama.parameters / 2.04e12, rel=0.01)
+    assert generation_cost(llama, one, A100, tensor_parallel=1, itemsize=2).seconds == pytest.approx(9.6, rel=0.01)
+    two_waves = replace(one, sequences=20, concurrent=10)
+    twice = generation_cost(llama, two_waves, quick, tensor_parallel=1, itemsize=2)
+    assert twice.seconds == pytest.approx(2 * cost.seconds, rel=0.1)

@@ -1,0 +1,418 @@
+"""What a model is made of, from its config.json alone: parameters by kind and by FSDP unit, and what a layer keeps.
+
+The model is made by transformers without memory, on torch's meta device, so its parameters are counted and not
+estimated, whatever the architecture. What a pass keeps for its gradient is traced: one layer is run, on meta tensors
+too, while every storage that comes and goes is counted.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from serve.kv_cache import full_context
+from train.algorithms import load
+from train.batch.prompt_rows import take_rows
+from train.config.sections import LoraConfig
+from train.config.training import TrainConfig
+from train.model.attention import by_scores, use_packed_attention
+from train.model.fsdp import Make, causal_lm, decoder_layers
+from train.model.fused_log_probs import TILE, log_probs_and_entropy
+from train.model.lora import add_adapters
+from train.model.scalar_head import with_one_output
+from train.model.shard_dimensions import placement_for
+from train.planner.plan import Models, TracedModel
+from train.planner.sizes import Activations, Batch, ModelShape, Unit
+
+TRACED: Final = "traced"
+"""Name, with transformers, of the attention that a trace runs."""
+
+_SHARDS: Final = 2  # with which dimension a weight is sharded on is found out: any number that divides most sizes
+
+
+class ModelNotPlanned(ValueError):
+    """The model can't be planned for; the text says why."""
+
+
+def read_config(model: Path) -> PretrainedConfig:
+    """The config of a model's folder, or of a config.json.
+
+    Raises:
+        ModelNotPlanned: there is none, or transformers does not know the architecture.
+    """
+    file = model / "config.json" if model.is_dir() else model
+    if not file.is_file():
+        raise ModelNotPlanned(f"--model {model}: there is no {file}; name a model's folder, or its config.json")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(file)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotPlanned(f"--model {model}: transformers can't read {file}: {error}") from error
+    return config
+
+
+def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Models:
+    """The models of a run that starts from ``policy``; ``device``: "cuda" or "cpu".
+
+    Raises:
+        ModelNotPlanned: as ``shape_of``; or no policy is trained.
+    """
+
+    def traced(of: PretrainedConfig, make: Make = causal_lm, lora: LoraConfig | None = None) -> TracedModel:
+        tracer = Tracer(of, dtype=config.dtype, device=device, lora=lora, make=make)
+        return TracedModel(shape_of(of, lora, make), tracer)
+
+    if not config.algorithm.trains_policy:
+        raise ModelNotPlanned(
+            f"train.algorithm.name={config.algorithm.name} trains no policy, and only policies are planned for; choose "
+            "the algorithm of the policy that it is for"
+        )
+    plain = traced(policy)
+    critic, algorithm = config.algorithm.critic.model, load(config.algorithm)
+    return Models(
+        policy=plain,
+        actor=plain if config.lora is None else traced(policy, lora=config.lora),
+        critic=traced(policy if critic is None else read_config(critic), with_one_output)
+        if algorithm.needs_critic
+        else None,
+        has_reference=config.has_reference or algorithm.needs_reference,
+    )
+
+
+def shape_of(config: PretrainedConfig, lora: LoraConfig | None = None, make: Make = causal_lm) -> ModelShape:
+    """Count the parameters.
+
+    Raises:
+        ModelNotPlanned: transformers has no causal language model of this architecture, or training would refuse it.
+    """
+    model = _meta_model(config, make)
+    text = config.get_text_config()
+    layers = _layers(model)
+    head = model.get_output_embeddings()
+    if lora is not None:
+        add_adapters(model, lora)
+    placed = placement_for(model, _SHARDS)
+    inside = [list(layer.named_parameters()) for layer in layers]
+    owned = {id(parameter) for layer in inside for _, parameter in layer}
+    root = [(name, p) for name, p in model.named_parameters() if id(p) not in owned]
+    heads = text.num_attention_heads
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
+    routed = getattr(text, "num_experts_per_tok", None) or 1
+    kinds: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        kind = _kind(name, parameter, model)
+        kinds[kind] = kinds.get(kind, 0) + parameter.numel()
+    return ModelShape(
+        architecture=type(model).__name__,
+        layers=tuple(_unit(parameters, placed) for parameters in inside),
+        root=_unit(root, placed),
+        kinds=kinds,
+        active=sum(kinds.values()) - round(kinds.get("experts", 0) * (1 - routed / experts)),
+        vocabulary=model.get_input_embeddings().weight.shape[0],
+        hidden=text.hidden_size,
+        heads=heads,
+        key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        tied=tied,
+        stored=str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch."),
+        context=full_context(json.loads(config.to_json_string(use_diff=False))),
+    )
+
+
+class Tracer:
+    """Bytes that a pass over a micro-batch keeps and needs for a while, beside the parameters, on meta tensors."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        dtype: str,
+        device: str,
+        lora: LoraConfig | None = None,
+        make: Make = causal_lm,
+    ) -> None:
+        """``device``: "cuda" or "cpu", which decides what attention keeps and how large a tile of logits is."""
+        self.config, self.device, self.make = config, device, make
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.trains_head = lora is None
+        self._models = [cut_model(config, layers, self.dtype, lora, make) for layers in (1, 2)]
+        self._known: dict[Batch, Activations] = {}
+
+    def __call__(self, batch: Batch) -> Activations:
+        if batch not in self._known:
+            self._known[batch] = self._trace(batch)
+        return self._known[batch]
+
+    def _trace(self, batch: Batch) -> Activations:
+        one, two = (run_body(model, batch, self.device) for model in self._models)
+        layer = two.kept - one.kept
+        if self.make is causal_lm:
+            head = _run_head(self.config, batch, self.dtype, self.device, trained=self.trains_head)
+        else:
+            head = _run_scalar_head(self.config, batch, self.dtype)
+        return Activations(
+            layer=layer,
+            outside=one.kept - layer,
+            layer_input=batch.rows * self.config.get_text_config().hidden_size * self.dtype.itemsize,
+            forward=one.forward_peak - one.kept,
+            backward=one.backward_peak - one.kept,
+            inference=one.inference_peak,
+            head_kept=head.kept,
+            head_forward=head.forward_peak,
+            head_backward=head.backward_peak,
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ counting
+
+
+def _meta_model(config: PretrainedConfig, make: Make) -> PreTrainedModel:
+    try:
+        with torch.device("meta"):
+            return make(deepcopy(config))
+    except ValueError as error:
+        raise ModelNotPlanned(f"{type(config).__name__}: {error}; name a model that answers in text") from error
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    try:
+        return decoder_layers(model, None)
+    except ValueError as error:
+        raise ModelNotPlanned(str(error)) from error
+
+
+def _unit(parameters: list[tuple[str, nn.Parameter]], placed: Callable[[nn.Parameter], Any]) -> Unit:
+    sizes = [(p.numel(), p.requires_grad, placed(p) is not None) for _, p in parameters]
+    return Unit(
+        trained=sum(n for n, trained, _ in sizes if trained),
+        frozen=sum(n for n, trained, _ in sizes if not trained),
+        by_columns=sum(n for n, _, columns in sizes if columns),
+        largest=max((n for n, _, _ in sizes), default=0),
+        largest_trained=max((n for n, trained, _ in sizes if trained), default=0),
+    )
+
+
+def _kind(name: str, parameter: Tensor, model: PreTrainedModel) -> str:
+    """embedding, output, adapters, experts, norm, attention or mlp."""
+    if parameter is model.get_input_embeddings().weight or "wpe" in name:
+        return "embedding"
+    if (head := model.get_output_embeddings()) is not None and parameter is head.weight:
+        return "output"
+    words = name.lower()
+    if "lora_" in words:
+        return "adapters"
+    if ".experts" in words:
+        return "experts"
+    if "norm" in words or ".ln_" in words:
+        return "norm"
+    return "attention" if "attn" in words or "attention" in words else "mlp"
+
+
+# ------------------------------------------------------------------------------------------------------- tracing
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Bytes that a forward pass kept, that it, its backward pass and a pass without gradient had at most."""
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    inference_peak: int = 0
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that are made within and are still there: ``live`` and the most, ``peak``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **kwargs or {})
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: Any) -> None:
+        if (key := storage._cdata) in self._seen or not (size := storage.nbytes()):
+            return
+
+        def gone(_: Any) -> None:
+            self.live -= size
+            del self._seen[key]
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+def cut_model(
+    config: PretrainedConfig, layers: int, dtype: torch.dtype, lora: LoraConfig | None = None, make: Make = causal_lm
+) -> PreTrainedModel:
+    """The model with so many of its layers, on the meta device."""
+    model = _meta_model(config, make)
+    _keep_layers(model, layers)
+    if lora is not None:
+        add_adapters(model, lora)
+    model.to(dtype)
+    if use_packed_attention(model):
+        model.set_attn_implementation(TRACED)
+    return model
+
+
+def run_body(model: PreTrainedModel, batch: Batch, device: str) -> _Run:
+    """A pass of a cut model's body, on the hidden states that embeddings give it."""
+    body, dtype = model.base_model, model.dtype
+    inputs = torch.empty(1, batch.rows, model.config.get_text_config().hidden_size, dtype=dtype, device="meta")
+    inputs.requires_grad_()
+    places = torch.zeros(1, batch.rows, dtype=torch.int64, device="meta")
+    extra = {"traced": _Traced(batch, device)} if model.config._attn_implementation == TRACED else {}
+
+    def run() -> Tensor:
+        hidden: Tensor = body(inputs_embeds=inputs, position_ids=places, use_cache=False, **extra).last_hidden_state
+        return hidden
+
+    model.eval()
+    with torch.no_grad(), LiveBytes() as inference:
+        run()
+    model.train()
+    with LiveBytes() as counted:
+        hidden = run()
+        kept, forward_peak = counted.live, counted.peak
+        gradient = torch.empty_like(hidden)
+        counted.peak = counted.live
+        hidden.backward(gradient)
+    model.zero_grad()
+    return _Run(kept, forward_peak, counted.peak, inference.peak)
+
+
+def _keep_layers(model: PreTrainedModel, count: int) -> None:
+    """Leave the model its first layers alone."""
+    first = _layers(model)[0]
+    name = next(name for name, module in model.named_modules() if module is first)
+    parent, _, of_layers = name.rpartition(".")[0].rpartition(".")
+    holder = model.get_submodule(parent)
+    setattr(holder, of_layers, nn.ModuleList(list(getattr(holder, of_layers))[:count]))
+    model.config.get_text_config().num_hidden_layers = count
+
+
+def _run_head(config: PretrainedConfig, batch: Batch, dtype: torch.dtype, device: str, *, trained: bool) -> _Run:
+    """The projection to the vocabulary, tile by tile, as training computes it."""
+    text, tile = config.get_text_config(), TILE[device]
+    entries = min(text.vocab_size, 2 * tile[1])  # those that follow take the place of these; but for the gradient
+    rest = (text.vocab_size - entries) * text.hidden_size * dtype.itemsize if trained else 0
+    with torch.device("meta"):
+        hidden = torch.empty(batch.rows, text.hidden_size, dtype=dtype, requires_grad=True)
+        weight = torch.empty(entries, text.hidden_size, dtype=dtype, requires_grad=trained)
+        places = torch.zeros(batch.scored, dtype=torch.int64)
+        temperatures = torch.empty(batch.scored)
+    with LiveBytes() as counted:
+        scores = log_probs_and_entropy(take_rows(hidden, places), weight, None, places, temperatures, tile=tile)
+        kept, forward_peak = counted.live, counted.peak
+        counted.peak = counted.live
+        torch.stack(scores).sum().backward()
+    return _Run(kept, forward_peak, counted.peak + rest)
+
+
+def _run_scalar_head(config: PretrainedConfig, batch: Batch, dtype: torch.dtype) -> _Run:
+    """The head of one output, as ``train.model.scalar_head`` computes it."""
+    width = config.get_text_config().hidden_size
+    hidden = torch.empty(batch.rows, width, dtype=dtype, requires_grad=True, device="meta")
+    weight = torch.empty(width, dtype=dtype, requires_grad=True, device="meta")
+    with LiveBytes() as counted:
+        picked = take_rows(hidden, torch.zeros(batch.scored, dtype=torch.int64, device="meta"))
+        values = torch.mv(picked.float(), weight.float())
+        del picked
+        kept, forward_peak = counted.live, counted.peak
+        counted.peak = counted.live
+        values.sum().backward()
+    return _Run(kept, forward_peak, counted.peak)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What the attention of a trace is called with. Not a tensor, so that transformers hands it on as it is."""
+
+    batch: Batch
+    device: str
+
+
+class _Fused(torch.autograd.Function):
+    """The shapes of fused attention: beside its inputs it keeps its output and a logsumexp per query and head.
+
+    FlashAttention, arXiv 2205.14135, section 3.1; FlashAttention-2, arXiv 2307.08691, algorithm 1. torch's kernels, on
+    a CPU too, are of this kind.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _traced_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    traced: _Traced,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """As ``train.model.attention.packed_attention``, with the shapes of its kernels in their place.
+
+    With dropout a CPU computes scores, and so do soft caps and sinks everywhere.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    batch, cpu = traced.batch, traced.device == "cpu"
+    dtype = q.dtype
+    rows, keys = (torch.zeros(n, dtype=torch.int64, device="meta") for n in (batch.rows, batch.keys))
+    if cpu or batch.keys > batch.rows:  # the prompt's, once for each response
+        k, v = (take_rows(x, keys) for x in (k, v))
+    if cpu:  # in order of length, and back
+        q, k, v = (x.float() for x in (take_rows(q, rows), k, v))
+    plain = softcap is None and s_aux is None
+    if plain and not (cpu and dropout):
+        out = _Fused.apply(q, k, v).to(dtype)
+        return (take_rows(out, rows) if cpu else out)[None], None
+    outs = []
+    for count, length, prefix in batch.spans:
+        a, b = (x[: count * n].unflatten(0, (count, n)).transpose(1, 2) for x, n in ((q, length), (k, prefix + length)))
+        c = v[: count * (prefix + length)].unflatten(0, (count, -1)).transpose(1, 2)
+        allowed = torch.ones(length, prefix + length, dtype=torch.bool, device="meta")
+        if plain:
+            out = functional.scaled_dot_product_attention(a, b, c, allowed, dropout, enable_gqa=len(a[0]) != len(b[0]))
+        else:
+            out = by_scores(a, b, c, allowed, None, dropout, softcap, s_aux)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    return take_rows(torch.cat(outs).to(dtype), rows)[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(TRACED, _traced_attention)

@@ -1,0 +1,454 @@
+"""A training step on a machine: what each phase takes of a rank's memory and time, and the settings that suit."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from serve.config import EngineConfig, SwapConfig
+from train.config.training import TrainConfig
+from train.planner import memory, step_time
+from train.planner.machine import Machine
+from train.planner.memory import Memory, Sharding
+from train.planner.sizes import GIB, ITEMSIZE, Activations, Batch, ModelShape
+from train.planner.step_time import Cost, Generation
+
+MICRO_BATCHES: Final = (65536, 32768, 16384, 8192, 4096, 2048, 1024)
+TENSOR_PARALLEL: Final = (1, 2, 4, 8)
+MEMORY_SIZES: Final = (24, 40, 48, 80, 96, 141, 192, 288)
+"""Of devices that there are, GB."""
+
+KV_STEP: Final = GIB // 4
+_PREFILLED: Final = 8192  # tokens that vLLM computes in a step, and is started with once to see what that takes
+_KV_LEAST: Final = 16 * 2**20
+
+
+class NothingFits(ValueError):
+    """No settings fit on the machine; the text says by how much, and which machine would do."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step's prompts and their lengths, the longest that are expected."""
+
+    prompts: int
+    group_size: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model's sizes, and what a pass over a micro-batch keeps of it."""
+
+    shape: ModelShape
+    trace: Callable[[Batch], Activations]
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a run. ``policy``: as it is stored; ``actor``: with its adapters, if it has any.
+
+    ``has_reference``: whether the run needs the parent's logprobs.
+    """
+
+    policy: TracedModel
+    actor: TracedModel
+    critic: TracedModel | None
+    has_reference: bool
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a step on the ranks of a pool. ``memory``: bytes of a rank, by role and use; ``cost``: of it."""
+
+    name: str
+    pool: str
+    memory: dict[str, int]
+    cost: Cost
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step takes with the settings ``config`` on ``machine``."""
+
+    machine: Machine
+    config: TrainConfig
+    phases: tuple[Phase, ...]
+    micro_batches: int
+    kv_bytes: int
+    engine_share: float
+    offloaded: int
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak.bytes <= self.machine.usable
+
+    @property
+    def host_bytes(self) -> int:
+        """That the ranks of a node keep in the host's memory, with train.fsdp.cpu_offload."""
+        return self.offloaded * min(self.machine.devices, self.machine.node_devices)
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.cost.seconds for phase in self.phases)
+
+    @property
+    def slowest(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.cost.seconds)
+
+
+def micro_batches(work: Workload, ranks: int, tokens: int) -> tuple[int, Batch, Batch]:
+    """How many a rank makes of its part of a batch, as ``PackedBatch.micro_batches`` groups them.
+
+    Returns:
+        (count, the usual micro-batch, the largest): where responses are shorter than the longest, or uneven, more of
+        them share one, up to the ``tokens`` that a micro-batch may have.
+    """
+    prompts, n = -(-work.prompts // ranks), work.group_size
+    whole = work.prompt_tokens + n * work.response_tokens
+    if whole <= tokens or n == 1:
+        count = -(-prompts // max(1, tokens // whole))
+        each, together = -(-prompts // count), n
+    else:
+        parts = -(-n // max(1, (tokens - work.prompt_tokens) // work.response_tokens))
+        count, each, together = prompts * parts, 1, -(-n // parts)
+    usual = Batch.of(each, together, work.prompt_tokens, work.response_tokens)
+    used = each * (work.prompt_tokens + together * work.response_tokens)
+    return count, usual, usual.scaled(max(1.0, min(tokens, prompts * whole) / used))
+
+
+def plan(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Plan:
+    """The plan of these settings, whether they fit or not. ``config.rollout.kv_cache_bytes`` None: what is free."""
+    return _Planner(config, models, machine, work).plan()
+
+
+def choose(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Plan:
+    """The fastest plan that fits, of the settings that ``config`` leaves open (those that it sets stay).
+
+    Chosen are micro-batch, activation checkpointing, when gradients are reduced, offload, and generation's tensor
+    parallelism; of what is as fast, what needs less.
+
+    Raises:
+        NothingFits: none does.
+    """
+    _require_devices(config, machine)
+    plans = [plan(candidate, models, machine, work) for candidate in candidates(config, models, machine, work)]
+    if not plans:
+        raise NothingFits(
+            f"no settings suit {machine.devices} devices: train.rollout.tensor_parallel_size="
+            f"{config.rollout.tensor_parallel_size} and train.fsdp.replicas={config.fsdp.replicas} must divide them; "
+            "leave them unset, or plan for another number"
+        )
+    if fitting := [found for found in plans if found.fits]:
+        return min(fitting, key=lambda found: (round(found.seconds, 2), found.peak.bytes))
+    least = min(plans, key=lambda found: found.peak.bytes)
+    over = least.peak.bytes - machine.usable
+    what, most = max(least.peak.memory.items(), key=lambda item: item[1])
+    raise NothingFits(
+        f"nothing fits on {machine.devices} x {machine.name}: with the least memory, {least.peak.name} needs "
+        f"{least.peak.bytes / GIB:.1f} GiB of a device's {machine.usable / GIB:.1f}, {over / GIB:.1f} too many; most "
+        f"of it is {what}, {most / GIB:.1f} GiB"
+    )
+
+
+def _require_devices(config: TrainConfig, machine: Machine) -> None:
+    on = config.placement
+    pools = {on.actor, on.reference, on.rollout, on.critic or on.actor}
+    needed = {pool: config.ranks_of(pool) for pool in sorted(pools)}
+    if sets_ranks(config) and sum(needed.values()) > machine.devices:
+        ranks = ", ".join(f"{pool}: {count}" for pool, count in needed.items())
+        raise NothingFits(
+            f"train.ranks and train.placement.pools want {sum(needed.values())} devices ({ranks}), and there are "
+            f"{machine.devices}; lower them, or plan for more devices"
+        )
+
+
+def sets_ranks(config: TrainConfig) -> bool:
+    """Whether the settings say how many ranks there are; if not, there is one for each device."""
+    return "ranks" in config.model_fields_set or len(config.placement.pools) > 1
+
+
+def fitting_machines(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Iterator[Plan]:
+    """Plans of the smallest machines that would do: with more of these devices, and with as many larger ones."""
+    more = (replace(machine, devices=machine.devices * 2**power) for power in range(1, 9))
+    sizes = (size for size in MEMORY_SIZES if size * GIB > machine.memory)
+    larger = (replace(machine, name=f"{size}GB", memory=int(size * 0.985 * GIB)) for size in sizes)
+    for machines in (more, larger):
+        for other in machines:
+            with suppress(NothingFits):
+                yield choose(config, models, other, work)
+                break
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A replica of the server on devices of its own, in bytes of each. ``standby``: of a second set of weights.
+
+    ``standby_fits``: beside an engine that takes ``utilization`` of a device; ``most_utilization``: with which it does.
+    """
+
+    devices: int
+    weights: int
+    kv_cache: int
+    standby: int
+    utilization: float
+    standby_fits: bool
+    most_utilization: float
+
+
+def serving(shape: ModelShape, engine: EngineConfig, swap: SwapConfig, machine: Machine) -> Serving:
+    """A replica as serve.engine says, on as many devices as one copy needs where it doesn't say.
+
+    A second set takes as much as the first and 5 % (serve/vllm/standby_weights.py), must leave serve.swap.spare_bytes,
+    and gets what serve.engine.gpu_memory_utilization leaves of a device.
+    """
+    itemsize = ITEMSIZE.get(shape.stored if engine.dtype == "auto" else engine.dtype, 2)
+    share = engine.gpu_memory_utilization
+    sizes = [t for t in TENSOR_PARALLEL if shape.heads % t == 0]
+    if "tensor_parallel_size" in engine.model_fields_set:
+        sizes = [engine.tensor_parallel_size]
+    least = engine.max_model_len or min(shape.context or _PREFILLED, _PREFILLED)  # tokens of KV cache
+    for t in sizes:
+        weights = itemsize * shape.parameters // t
+        cache = engine.kv_cache_bytes or int(share * machine.memory) - weights - GIB
+        if t == sizes[-1] or cache >= least * shape.key_value_bytes(itemsize, t):
+            break
+    standby = 0 if swap.in_place else int(1.05 * weights) + swap.spare_bytes
+    most = 1 - (standby + machine.reserved) / machine.memory
+    return Serving(t, weights, max(0, cache), standby, share, standby == 0 or share <= most, max(0.0, most))
+
+
+def candidates(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Iterator[TrainConfig]:
+    """All settings to choose from."""
+    longest = work.prompt_tokens + work.response_tokens
+    rollout, fsdp = config.rollout, config.fsdp
+    cpu = machine.kind == "cpu"
+    own = config.placement.pools if len(config.placement.pools) > 1 else {}
+    ranks = config.ranks if sets_ranks(config) else machine.devices
+    engines = own[config.placement.rollout].ranks or ranks if own else ranks
+    heads = models.policy.shape.heads
+    most = min(machine.node_devices, engines)
+    tensor_parallel = [t for t in TENSOR_PARALLEL if engines % t == 0 and heads % t == 0 and t <= most]
+    choices = (
+        _open(config, "micro_batch_tokens", [n for n in MICRO_BATCHES if n >= longest] or [longest]),
+        _open(config, "activation_checkpointing", [False, True]),
+        _open(fsdp, "reduce_every_micro_batch", [False, True]),
+        _open(fsdp, "cpu_offload", [False] if cpu else [False, True]),
+        _open(rollout, "tensor_parallel_size", tensor_parallel),
+    )
+    for tokens, checkpointing, reduce, offload, t in itertools.product(*choices):
+        if engines % t or (config.placement.rollout == config.placement.actor and (ranks // fsdp.replicas) % t):
+            continue  # an engine would cross replicas
+        yield config.model_copy(
+            update={
+                "ranks": ranks,
+                "micro_batch_tokens": tokens,
+                "activation_checkpointing": checkpointing,
+                "fsdp": fsdp.model_copy(update={"reduce_every_micro_batch": reduce, "cpu_offload": offload}),
+                "rollout": rollout.model_copy(update={"tensor_parallel_size": t}),
+            }
+        )
+
+
+def _open(section: Any, name: str, values: list[Any]) -> list[Any]:
+    """What to choose from: the values, or what the section has where somebody set it."""
+    return [getattr(section, name)] if name in section.model_fields_set else values
+
+
+class _Planner:
+    """One plan in the making."""
+
+    def __init__(self, config: TrainConfig, models: Models, machine: Machine, work: Workload) -> None:
+        self.config, self.models, self.machine, self.work = config, models, machine, work
+        self.itemsize = ITEMSIZE[config.dtype]
+        self.t = config.rollout.tensor_parallel_size
+        on = config.placement
+        self.pools = {
+            "actor": on.actor,
+            **({"reference": on.reference} if models.has_reference else {}),
+            **({"critic": on.critic or on.actor} if models.critic is not None else {}),
+            **({"rollout": on.rollout} if config.samples else {}),
+        }
+        self.shares_actor = config.lora is not None and on.reference == on.actor
+        minibatch = replace(work, prompts=-(-work.prompts // config.minibatches))
+        parallel = config.fsdp.sequence_parallel
+        self.count, usual, full = micro_batches(minibatch, config.data_parallel_ranks, config.micro_batch_tokens)
+        self.batch, self.full = usual.scaled(1 / parallel), full.scaled(1 / parallel)
+        self.held = {role: self._held(role) for role in self.pools if role != "rollout"}
+
+    def plan(self) -> Plan:
+        phases = list(self._training())
+        kv = 0
+        if "rollout" in self.pools:
+            kv = self._kv_bytes()
+            if self.machine.kind == "cpu" or self._own_pool:  # an engine that doesn't sleep
+                phases = [self._beside_engine(phase, kv) for phase in phases]
+            phases = [*self._sampling(kv), *phases]
+        share = min(1.0, 1.1 * (self._engine_weights + kv) / self.machine.memory)
+        return Plan(self.machine, self.config, tuple(phases), self.count, kv, share, self._offloaded())
+
+    # ------------------------------------------------------------------------------------------------- training
+
+    def _training(self) -> Iterator[Phase]:
+        once = self.config.minibatches  # a pass over the step's batch
+        times = self.config.epochs * once
+        if "reference" in self.pools:
+            yield self._inference("actor" if self.shares_actor else "reference", "reference log_probs", once)
+        if self.config.old_log_probs_first:
+            yield self._inference("actor", "actor log_probs", once)
+        if self.models.critic is not None:
+            yield self._inference("critic", "critic values", once)
+            yield self._update("critic", times)
+        yield self._update("actor", times)
+
+    def _inference(self, role: str, name: str, times: int) -> Phase:
+        model, how = self._model(role), self._how(role)
+        took = memory.inference(model.shape, how, model.trace(self.full))
+        cost = step_time.inference_cost(model.shape, how, self.batch, self.machine)
+        slices = Counter({use: count for use, count in self.held[role].items() if use != "unsharded"})
+        return self._phase(name, role, slices + took, cost.times(times))
+
+    def _update(self, role: str, times: int) -> Phase:
+        model, how = self._model(role), self._how(role)
+        took = memory.update(model.shape, how, model.trace(self.full))
+        cost = step_time.update_cost(model.shape, how, self.batch, self.machine)
+        return self._phase(f"{role} update", role, took, cost.times(times))
+
+    def _phase(self, name: str, role: str, own: Memory, cost: Cost) -> Phase:
+        pool = self.pools[role]
+        return Phase(name, pool, dict(self._beside(role, pool) + _named(role, own)), cost)
+
+    def _beside(self, role: str, pool: str) -> Counter[str]:
+        """What the pool's other roles hold meanwhile."""
+        held = [_named(r, m) for r, m in self.held.items() if self.pools[r] == pool and r != role]
+        return sum(held, Counter[str]())
+
+    def _model(self, role: str) -> TracedModel:
+        if role == "critic":
+            assert self.models.critic is not None
+            return self.models.critic
+        return self.models.actor if role == "actor" else self.models.policy
+
+    def _how(self, role: str) -> Sharding:
+        config, stored = self.config, self.models.policy.shape.stored
+        frozen = self.itemsize if role == "reference" or stored == config.dtype else memory.MASTER
+        return Sharding(
+            shards=config.ranks_of(self.pools[role]) // config.fsdp.replicas,
+            itemsize=self.itemsize,
+            frozen_itemsize=frozen,
+            checkpointing=config.activation_checkpointing,
+            reduce_every_micro_batch=config.fsdp.reduce_every_micro_batch,
+            micro_batches=self.count,
+            host=config.fsdp.cpu_offload and self.machine.kind != "cpu",
+            gloo=self.machine.kind == "cpu",
+        )
+
+    def _held(self, role: str) -> Memory:
+        how = self._how(role)
+        if role == "reference":
+            if self.shares_actor:
+                return Counter()
+            held = memory.held_frozen(self.models.policy.shape, how)
+            return Counter(unsharded=held["unsharded"]) if how.host else held
+        return Counter() if how.host else memory.held(self._model(role).shape, how)
+
+    def _offloaded(self) -> int:
+        """Bytes of a rank in the host's memory: weights, gradients and moments."""
+        roles = [role for role in self.held if self._how(role).host]
+        total = 0
+        for role in roles:
+            shape, how = self._model(role).shape, self._how(role)
+            if role == "reference":
+                total += 0 if self.shares_actor else memory.held_frozen(shape, how)["weights"]
+            else:
+                total += memory.held(shape, how).total() + memory.MASTER * shape.trained // how.shards
+        return total
+
+    # ------------------------------------------------------------------------------------------------- sampling
+
+    @property
+    def _own_pool(self) -> bool:
+        return self.pools["rollout"] != self.pools["actor"]
+
+    @property
+    def _engine_weights(self) -> int:
+        return self.itemsize * self.models.policy.shape.parameters // self.t
+
+    @property
+    def _engine_buffers(self) -> int:
+        """What vLLM computes a step in: a layer's tensors of the tokens of a prefill, as training's without gradient,
+        and logits of all sequences in float32, with their copy sorted and their logprobs."""
+        shape = self.models.policy.shape
+        rows = self.models.policy.trace(self.batch).inference / self.batch.rows
+        logits = 3 * 4 * shape.vocabulary * min(self.config.rollout.max_num_seqs, self._sequences)
+        return int(rows * min(_PREFILLED, self._sequences * self.work.prompt_tokens)) // self.t + logits // self.t
+
+    @property
+    def _sequences(self) -> int:
+        """That an engine samples in a step."""
+        engines = max(1, self.config.ranks_of(self.pools["rollout"]) // self.t)
+        return -(-self.work.prompts * self.work.group_size // engines)
+
+    def _token_bytes(self) -> int:
+        return self.models.policy.shape.key_value_bytes(self.itemsize, self.t)
+
+    def _kv_bytes(self) -> int:
+        """The setting; or what all sequences of the step need at once, as far as there is room for it."""
+        if self.config.rollout.kv_cache_bytes is not None:
+            return self.config.rollout.kv_cache_bytes
+        at_once = min(self._sequences, self.config.rollout.max_num_seqs)
+        length = self.work.prompt_tokens + self.work.response_tokens + 128  # vLLM's blocks are not shared
+        useful = int(1.05 * at_once * length * self._token_bytes())
+        free = self.machine.usable - self._engine_phase(0).total()
+        least = (length + 128) * self._token_bytes()  # one sequence at a time
+        return max(least, _KV_LEAST, min(useful, free // KV_STEP * KV_STEP))
+
+    def _engine_phase(self, kv: int) -> Counter[str]:
+        engine = Counter(weights=self._engine_weights, kv_cache=kv, buffers=self._engine_buffers)
+        return self._beside("rollout", self.pools["rollout"]) + _named("rollout", engine)
+
+    def _sampling(self, kv: int) -> Iterable[Phase]:
+        pool, shape = self.pools["rollout"], self.models.policy.shape
+        tokens = self.work.prompt_tokens + self.work.response_tokens
+        concurrent = min(self.config.rollout.max_num_seqs, kv // (tokens * self._token_bytes()))
+        work = Generation(self._sequences, concurrent, self.work.prompt_tokens, self.work.response_tokens)
+        cost = step_time.generation_cost(shape, work, self.machine, tensor_parallel=self.t, itemsize=self.itemsize)
+        yield Phase("generate", pool, dict(self._engine_phase(kv)), cost)
+        ranks = self.config.ranks_of(self.pools["actor"])
+        if self._own_pool:  # every actor rank gathers float32, and rank 0 sends all of it to all
+            moved = int(memory.MASTER * shape.parameters)
+        elif self.config.rollout.reshard == "gather":
+            moved = int(memory.MASTER * shape.parameters * (ranks - 1) / ranks)
+        else:
+            moved = step_time.sync_bytes(shape, ranks, self.t, self.itemsize)
+        bucket = self.config.rollout.reshard_bucket_bytes
+        largest = max(unit.largest for unit in (*shape.layers, shape.root))
+        if self.config.rollout.reshard == "gather" or self._own_pool:
+            bucket += (memory.MASTER + self.itemsize) * largest
+        sync = _named("rollout", Counter(weights=self._engine_weights, buffers=bucket))
+        seconds = moved / self.machine.slowest_link(max(ranks, self.config.ranks_of(pool)))
+        beside = self._beside("rollout", pool)
+        yield Phase("weight sync", pool, dict(beside + sync), Cost(seconds, moved, "communication"))
+
+    def _beside_engine(self, phase: Phase, kv: int) -> Phase:
+        if phase.pool != self.pools["rollout"]:
+            return phase
+        engine = _named("rollout", Counter(weights=self._engine_weights, kv_cache=kv))
+        return replace(phase, memory=dict(Counter(phase.memory) + engine))
+
+
+def _named(role: str, of: Memory) -> Counter[str]:
+    return Counter({f"{role} {use}": count for use, count in of.items() if count})

@@ -1,0 +1,126 @@
+"""What the other modules compute with: sizes of a model, of a micro-batch, of what a pass keeps. Plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+ITEMSIZE: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+GIB: Final = 2**30
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The parameters that FSDP gathers and frees together: a decoder layer, or all that is in none (the root).
+
+    ``by_columns``: of those in weights that are sharded on their second dimension, which are copied once more.
+    ``largest``: of the largest tensor; ``largest_trained``: of the largest that is trained.
+    """
+
+    trained: int
+    frozen: int
+    by_columns: int
+    largest: int
+    largest_trained: int
+
+    @property
+    def parameters(self) -> int:
+        return self.trained + self.frozen
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model's parameters, exactly, and the sizes that formulas need.
+
+    ``kinds``: parameters by kind; they add up to all. ``active``: those that compute a token (a mixture's experts that
+    are not routed to don't). ``stored``: the type in config.json. ``context``: tokens; None if it doesn't say.
+    """
+
+    architecture: str
+    layers: tuple[Unit, ...]
+    root: Unit
+    kinds: dict[str, int]
+    active: int
+    vocabulary: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    tied: bool
+    stored: str
+    context: int | None
+
+    @property
+    def parameters(self) -> int:
+        """All but adapters."""
+        return sum(self.kinds.values()) - self.kinds.get("adapters", 0)
+
+    @property
+    def trained(self) -> int:
+        return self.root.trained + sum(unit.trained for unit in self.layers)
+
+    @property
+    def frozen(self) -> int:
+        return self.root.frozen + sum(unit.frozen for unit in self.layers)
+
+    @property
+    def largest_layer(self) -> Unit:
+        return max(self.layers, key=lambda unit: unit.parameters)
+
+    def key_value_bytes(self, itemsize: int, devices: int = 1) -> int:
+        """Of a token's keys and values in all layers, on each of the devices that share a model."""
+        return 2 * len(self.layers) * max(1, self.key_value_heads // devices) * self.head_size * itemsize
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a micro-batch as ``train.batch.prompt_rows`` makes them: a prompt once for all its responses.
+
+    ``rows``: that the model computes. ``scored``: of them, those whose next token was sampled. ``keys``: that attention
+    reads, where each response has its prompt's again. ``spans``: (how many, length, length of prefix).
+    """
+
+    rows: int
+    scored: int
+    keys: int
+    spans: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def of(cls, prompts: int, responses: int, prompt_tokens: int, response_tokens: int) -> Batch:
+        """``prompts`` with as many ``responses`` each, of these lengths. The last token of each is not computed."""
+        computed = response_tokens - 1
+        if responses == 1:
+            rows = prompts * (prompt_tokens + computed)
+            return cls(rows, prompts * response_tokens, rows, ((prompts, prompt_tokens + computed, 0),))
+        spans = ((prompts * responses, computed, prompt_tokens), (prompts, prompt_tokens, 0))
+        rows = prompts * (prompt_tokens + responses * computed)
+        keys = rows + prompts * responses * prompt_tokens
+        return cls(rows, prompts * responses * response_tokens, keys, spans)
+
+    def scaled(self, factor: float) -> Batch:
+        """With as many times the sequences."""
+        rows, scored, keys = (round(factor * n) for n in (self.rows, self.scored, self.keys))
+        spans = tuple((max(1, round(factor * count)), length, prefix) for count, length, prefix in self.spans)
+        return Batch(rows, scored, keys, spans)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a pass over one micro-batch beside parameters and their unsharded copies, as traced.
+
+    ``layer``: what a decoder layer keeps for its gradient; ``outside``: what is kept once; ``layer_input``: what
+    checkpointing keeps of a layer. ``forward``, ``backward``: what a layer needs beyond what is kept, at most; the
+    gradients of its weights are in ``backward``. ``inference``: a pass without gradient, at most. ``head_kept``,
+    ``head_forward``, ``head_backward``: the projection to the vocabulary, what it keeps and has at most; the gradient
+    of its weight is in ``head_backward``.
+    """
+
+    layer: int
+    outside: int
+    layer_input: int
+    forward: int
+    backward: int
+    inference: int
+    head_kept: int
+    head_forward: int
+    head_backward: int

@@ -1,0 +1,119 @@
+"""Seconds of a step and bytes that a rank sends in it, from a machine's rates: plain arithmetic.
+
+Each is the larger of what computing and what moving bytes takes (a roofline), where the two overlap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from train.planner.machine import Machine
+from train.planner.memory import MASTER, Sharding
+from train.planner.sizes import Batch, ModelShape
+
+_HALF = 0.5  # of the scores, which causal attention computes
+
+
+@dataclass(frozen=True)
+class Cost:
+    """``seconds``; ``moved``: bytes that a rank sends; ``bound``: what takes that long."""
+
+    seconds: float
+    moved: int = 0
+    bound: str = "compute"
+
+    def times(self, count: int) -> Cost:
+        """Of as many."""
+        return Cost(self.seconds * count, self.moved * count, self.bound)
+
+
+def forward_flops(shape: ModelShape, batch: Batch) -> float:
+    """Of one pass over a micro-batch: 2 a parameter and token (Kaplan et al., arXiv 2001.08361, section 2.1), the
+    output layer for scored tokens alone, and 4 · width of all heads for each pair of a query and a key."""
+    output = shape.vocabulary * shape.hidden
+    inside = shape.active - output - (0 if shape.tied else shape.kinds.get("embedding", 0))
+    pairs = sum(count * length * (prefix + _HALF * length) for count, length, prefix in batch.spans)
+    attention = 4 * shape.heads * shape.head_size * len(shape.layers) * pairs
+    return 2.0 * inside * batch.rows + 2.0 * output * batch.scored + attention
+
+
+def gathered_bytes(shape: ModelShape, how: Sharding) -> int:
+    """That a rank receives to have all parameters once: the other ranks' shares, (w - 1)/w of the model in the compute
+    type (ZeRO stage 3, arXiv 1910.02054, section 7.2.2)."""
+    return int(how.itemsize * (shape.trained + shape.frozen) * (how.shards - 1) / how.shards)
+
+
+def update_cost(shape: ModelShape, how: Sharding, batch: Batch, machine: Machine) -> Cost:
+    """An optimizer step of so many micro-batches.
+
+    Computing: a backward pass is twice a forward one (once with frozen weights, whose gradients nobody needs), and
+    checkpointing adds a forward pass. Moved: parameters are gathered for either pass, and gradients reduced in float32,
+    (w - 1)/w of 4 bytes each, once or with every micro-batch. AdamW reads and writes 28 bytes a parameter: weight,
+    gradient (read alone) and two moments. With parameters in the host's memory each gather first copies a rank's slice,
+    and it is the host that does AdamW's step.
+    """
+    passes = 2.0 + how.checkpointing + (1.0 if shape.trained > shape.frozen else 0.0)
+    count = how.micro_batches
+    compute = count * passes * forward_flops(shape, batch) / machine.matrix_flops(how.itemsize)
+    reductions = count if how.reduce_every_micro_batch else 1
+    reduced = MASTER * shape.trained * (how.shards - 1) / how.shards
+    moved = int(2 * count * gathered_bytes(shape, how) + reductions * reduced)
+    wire = moved / machine.slowest_link(how.shards)
+    if how.host:
+        wire += 2 * count * MASTER * shape.trained / how.shards / machine.host
+    memory_rate = machine.host_memory if how.host else machine.bandwidth * machine.bandwidth_share
+    optimizer = 28 * shape.trained / how.shards / memory_rate
+    return _slower(compute, wire, moved, optimizer)
+
+
+def inference_cost(shape: ModelShape, how: Sharding, batch: Batch, machine: Machine) -> Cost:
+    """A pass without gradient over so many micro-batches; parameters are gathered for each."""
+    compute = how.micro_batches * forward_flops(shape, batch) / machine.matrix_flops(how.itemsize)
+    moved = how.micro_batches * gathered_bytes(shape, how)
+    return _slower(compute, moved / machine.slowest_link(how.shards), moved)
+
+
+def sync_bytes(shape: ModelShape, ranks: int, tensor_parallel: int, itemsize: int) -> int:
+    """That a rank receives when weights go to generation by plan: (N - t)/(tN) of the tensors, which is what it lacks
+    of its slice of 1/t (docs/guide/train.md; measured by ``make bench-reshard``)."""
+    return int(itemsize * shape.parameters * (ranks - tensor_parallel) / (tensor_parallel * ranks))
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What an engine generates in a step. ``concurrent``: sequences that it decodes at once."""
+
+    sequences: int
+    concurrent: int
+    prompt_tokens: int
+    response_tokens: int
+
+
+def generation_cost(
+    shape: ModelShape, work: Generation, machine: Machine, *, tensor_parallel: int, itemsize: int
+) -> Cost:
+    """Prefill computes; decoding reads all weights and the keys and values of all sequences for each token.
+
+    Pope et al., arXiv 2211.05102, section 2: the time of a step of decoding is the larger of its products and of what
+    it reads. Each of the n responses to a prompt prefills it, as prefix caching is off. Under tensor parallelism two
+    all-reduces a layer pass 2 (t - 1)/t of a token's hidden state (Megatron-LM, arXiv 1909.08053, section 3).
+    """
+    t, rate = tensor_parallel, machine.matrix_flops(itemsize)
+    prefill = 2.0 * shape.active * work.prompt_tokens * work.sequences / t / rate
+    waves = -(-work.sequences // max(1, work.concurrent))
+    at_once = -(-work.sequences // waves)
+    length = work.prompt_tokens + work.response_tokens / 2
+    read = itemsize * shape.parameters / t + at_once * length * shape.key_value_bytes(itemsize, t)
+    reading = read / (machine.bandwidth * machine.bandwidth_share)
+    computing = 2.0 * shape.active * at_once / t / rate
+    starting = len(shape.layers) * machine.layer_s
+    passed = 4 * len(shape.layers) * shape.hidden * itemsize * (t - 1) / t
+    sending = at_once * passed / machine.slowest_link(t)
+    token = max(reading, computing, starting) + sending
+    moved = int(passed * (work.prompt_tokens + work.response_tokens) * work.sequences)
+    names = {reading: "memory bandwidth", computing: "compute", starting: "starting kernels"}
+    return Cost(prefill + waves * work.response_tokens * token, moved, names[max(names)])
+
+
+def _slower(compute: float, wire: float, moved: int, optimizer: float = 0.0) -> Cost:
+    return Cost(max(compute, wire) + optimizer, moved, "compute" if compute >= wire else "communication")
