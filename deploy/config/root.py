@@ -43,7 +43,7 @@ from deploy.config.sources import (
 from evaluation.config import EvaluationConfig
 from feedback.config import TRAINED, ClassifierConfig, FeedbackConfig, ScoringConfig
 from feedback.files import read_key, replace_file
-from feedback.settings_base import Secret, Section
+from feedback.settings_base import IN_CLEAR, Secret, Section
 from serve.config import ServeConfig
 from serve.middleware.api_keys import local_file
 from train.config.training import TrainConfig
@@ -59,6 +59,7 @@ __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "lo
 
 
 Classifier = TypeVar("Classifier", bound=ClassifierConfig)
+_shared_stores: dict[tuple[str, str], PolicyStore] = {}
 
 
 class RecipeStage(Section):
@@ -548,7 +549,13 @@ class Settings(Section):
     def policy_store(self) -> PolicyStore:
         from serve.policies.open_store import open_store
 
-        return open_store(self.path(self.serve.policies), self.serve.policy_store)
+        config, folder = self.serve.policy_store, self.path(self.serve.policies)
+        if config.uri is None:
+            return open_store(folder, config)
+        key = str(folder), config.model_dump_json(context=IN_CLEAR)
+        if (store := _shared_stores.get(key)) is None:  # one in a process: it knows when it last looked
+            store = _shared_stores[key] = open_store(folder, config)
+        return store
 
     def ledger(self) -> Ledger:
         """Raises ConfigError if the key can't be read."""

@@ -19,6 +19,7 @@ from serve.fleet.planner import NOTHING, next_step
 from serve.fleet.reports import Report, reports
 from serve.fleet.state import Deployment, FleetError, FleetRecord, FleetState, Instant, instant
 from serve.policies.experiments import ExperimentReader
+from serve.policies.folder import StoreUnreachable
 from serve.policies.store import Pointer, PolicyError, PolicyStore, RecordDamaged, StalePointer
 
 log = logging.getLogger(__name__)
@@ -129,8 +130,12 @@ class Controller:
             return
         at = (serving.version, serving.generation)
         if any(r.state == "ready" and r.unready is None and (r.version, r.generation) == at for r in reported):
-            self.store.record_outcome(serving, served=True, by=WHO)
-            self._recorded = serving.generation
+            try:
+                self.store.record_outcome(serving, served=True, by=WHO)
+            except StoreUnreachable as error:  # a canary must go back all the same; the next step tries again
+                log.warning("that policy %d serves is not on record yet: %s", serving.version, error)
+            else:
+                self._recorded = serving.generation
 
     def request_stop(self) -> None:
         """Have all replicas finish their requests, within serve.drain_timeout_s."""

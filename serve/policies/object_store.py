@@ -25,12 +25,14 @@ from feedback.files import fsync_path
 from serve.policies.folder import PolicyCorrupt, PolicyError, StoreUnreachable
 
 _TIMEOUTS: Final = {"connect_timeout": "5s", "timeout": "60s"}  # the latter per request, and none is for more than
+_LOOK: Final = "10s"
 _CHUNK: Final = 16 << 20  # these bytes, so that 0.3 MB/s are enough
 _RETRIES: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=90)}
 _RESTORE: Final = "restore the object, or publish the policy again"
 _TRANSFERS: Final = 4  # files, and parts of an upload, at the same time
 _LONGEST: Final = 500  # characters of the client's own message
 _ELAPSED: Final = re.compile(r" in [\d.]+(n|µ|m)?s\b")  # it would make each message another one
+_PROVIDER: Final = re.compile(r"^(aws|azure|google)_")
 _CONNECTION: Final = frozenset(
     [
         "allow_http",
@@ -72,10 +74,12 @@ class ObjectStore:
         self._redact = redact
         config, connection = dict[str, str](), dict[str, str](_TIMEOUTS)
         for name, value in options.items():
-            of_connection = (short := name.lower().removeprefix("aws_")) in _CONNECTION
+            of_connection = (short := _PROVIDER.sub("", name.lower())) in _CONNECTION
             (connection if of_connection else config)[short if of_connection else name.lower()] = value
         with self._reached("be opened"):
             self._store: Any = from_url(self.uri, config=config, client_options=connection, retry_config=_RETRIES)
+            quick = {"client_options": connection | {"timeout": _LOOK}, "retry_config": {"max_retries": 0}}
+            self._looking: Any = from_url(self.uri, config=config, **quick)
 
     def read(self, name: str, at_most: int) -> Stored | None:
         """An object, None if there is none. Raises PolicyError if it has more bytes than ``at_most``."""
@@ -89,10 +93,10 @@ class ObjectStore:
                 return None
 
     def version(self, name: str) -> dict[str, str] | None:
-        """What names an object's version, without its content; None if there is no object."""
+        """What names an object's version, without its content; None if there is no object. Fails after seconds."""
         with self._reached(f"look at {name}"):
             try:
-                return _version(obstore.head(self._store, name))
+                return _version(obstore.head(self._looking, name))
             except FileNotFoundError:
                 return None
 
@@ -113,14 +117,15 @@ class ObjectStore:
 
         _each(one, files)
 
-    def download(self, files: Mapping[str, tuple[Path, int, str]]) -> None:
+    def download(self, files: Mapping[str, tuple[Path, int, str]], stopping: Callable[[], bool] = bool) -> None:
         """Write objects, by name, durable to (path, bytes, sha256); each goes on where a killed call ended.
 
-        Raises FileNotFoundError for one that is not there, PolicyCorrupt for one that has another hash.
+        Raises FileNotFoundError for one that is not there, PolicyCorrupt for one that has another hash,
+        StoreUnreachable also once ``stopping`` says so.
         """
-        _each(lambda name: self._download(name, *files[name]), files)
+        _each(lambda name: self._download(name, *files[name], stopping), files)
 
-    def _download(self, name: str, path: Path, size: int, sha256: str) -> None:
+    def _download(self, name: str, path: Path, size: int, sha256: str, stopping: Callable[[], bool]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._reached(f"look at {name}"):
             there = int(obstore.head(self._store, name)["size"])
@@ -136,6 +141,8 @@ class ObjectStore:
                     digest.update(chunk)
                 resumed = done = file.tell()
                 while done < size:
+                    if stopping():
+                        raise StoreUnreachable(f"the download of {name} was broken off: this process ends")
                     with self._reached(f"read {name}"):
                         part = obstore.get_range(self._store, name, start=done, length=min(_CHUNK, size - done))
                     if not len(part):

@@ -57,6 +57,7 @@ from serve.policies.object_store import ObjectStore
 from serve.policies.pointer import Outcome, Pointer
 from serve.policies.records import exclusive, write_json
 from serve.policies.shared_records import (
+    LAST_VERSION,
     OBJECTS,
     RECORDS,
     UPLOADS,
@@ -65,13 +66,14 @@ from serve.policies.shared_records import (
     State,
     age_of,
     begin_upload,
+    last_version,
     read_folder,
     strike_upload,
     unreferenced,
     upload_of,
     write_folder,
 )
-from serve.policies.store import LEARNED, MANIFEST, OWN, PRUNED, UNPUBLISHED, Policy, PolicyStore
+from serve.policies.store import LEARNED, MANIFEST, OWN, PRUNED, UNPUBLISHED, Policy, PolicyNotFound, PolicyStore
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +154,12 @@ class SharedPolicyStore(PolicyStore):
 
     def get(self, version: int) -> Policy:
         self.look()
-        policy = super().get(version)
+        try:
+            policy = super().get(version)
+        except PolicyNotFound:  # it may have been published since the last look
+            with contextlib.suppress(StoreUnreachable):
+                self._update()
+            policy = super().get(version)
         own = {one.name: getattr(policy, one.name) for one in fields(Policy)}
         return _CachedPolicy(**own, fetch=partial(self._fetch, policy))
 
@@ -190,7 +197,8 @@ class SharedPolicyStore(PolicyStore):
 
         Raises StoreUnreachable if there is no copy yet, PolicyError if the folder or the object is something else.
         """
-        if getattr(self._mine, "changing", False) or self._follower is not None or time.monotonic() < self._next_look:
+        following = self._follower is not None and self._follower.is_alive()  # not so in a process forked from that
+        if getattr(self._mine, "changing", False) or following or time.monotonic() < self._next_look:
             return
         try:
             self._look()
@@ -208,7 +216,7 @@ class SharedPolicyStore(PolicyStore):
         self._follower.start()
 
     def unfollow(self) -> None:
-        """End ``follow``; a look under way is not waited for."""
+        """End ``follow``, and downloads with an error; a look under way is not waited for."""
         self._stop.set()
         self._follower = None
 
@@ -233,6 +241,8 @@ class SharedPolicyStore(PolicyStore):
                 log.warning("the tokenizer of policy %d can't be had: %s", pointer.version, error)
 
     def _update(self) -> None:
+        if self._state is None:
+            self.objects.version(RECORDS)  # a store that does not answer is found out before it is read
         if self._unchanged() is None:
             with self._alone():
                 self._pull()
@@ -352,10 +362,13 @@ class SharedPolicyStore(PolicyStore):
                 with tempfile.TemporaryDirectory(prefix=_CHANGING, dir=self.root) as folder:
                     scratch = PolicyStore(Path(folder))
                     scratch.place = self.place
-                    write_folder(scratch.root, before.records)
+                    # A version is taken once, also where older records were restored: rows name it.
+                    last = max(self._marker()["last_version"], last_version(before.records))
+                    write_folder(scratch.root, {**before.records, LAST_VERSION: f"{last}\n"})
+                    given = read_folder(scratch.root)
                     result = change(scratch)
                     records = read_folder(scratch.root)
-                if records == before.records:
+                if records == given:
                     return result
                 if (after := self._records.replace(before, records)) is not None:
                     self._apply(after)
@@ -397,7 +410,7 @@ class SharedPolicyStore(PolicyStore):
         marker = self._marker()
         if state.version is None and marker["seen"]:
             raise PolicyError(
-                f"{self.uri}/{RECORDS} is gone, and {self.root} has a copy: restore the object, or remove the copy"
+                f"{self.uri}/{RECORDS} is gone, and {self.root} has a copy of what it was: restore the object"
             )
         have = read_folder(self.root)
         wanted = state.records
@@ -414,7 +427,8 @@ class SharedPolicyStore(PolicyStore):
             replace_file(self.root / name, wanted[name].encode(), durable=False)
         self._state = state
         self._drop_pruned()
-        write_json(self.root / _MARKER, {**marker, "seen": state.version is not None})
+        last = max(marker["last_version"], last_version(wanted))
+        write_json(self.root / _MARKER, {**marker, "seen": state.version is not None, "last_version": last})
 
     def _drop(self, folder: Path) -> None:
         """Remove a policy's folder from the copy, all of it at once."""
@@ -449,7 +463,11 @@ class SharedPolicyStore(PolicyStore):
                     f"{self.root} has policies of its own, and serve.policy_store.uri is {self.uri}: set "
                     "serve.policies to another folder, and publish what is to serve (millrace init --model FOLDER)"
                 ) from None
-            marker = {"uri": self.uri, "copy": f"{socket.gethostname()}-{uuid.uuid4().hex}", "seen": False}
+            marker = {"uri": self.uri, "copy": _name_of_copy(), "seen": False, "last_version": 0}
+            self.objects.try_out()  # once a machine: a store without conditional writes would lose promotions
+            write_json(path, marker)
+        if not marker["copy"].startswith(f"{socket.gethostname()}-"):  # a copy of another machine's home
+            marker["copy"] = _name_of_copy()
             write_json(path, marker)
         if marker["uri"] != self.uri:
             raise PolicyError(
@@ -481,7 +499,8 @@ class SharedPolicyStore(PolicyStore):
             try:
                 upload = upload_of(policy.path)
                 self.objects.download(
-                    {f"{OBJECTS}/{upload}/{name}": (aside / name, *of) for name, of in missing.items()}
+                    {f"{OBJECTS}/{upload}/{name}": (aside / name, *of) for name, of in missing.items()},
+                    self._stop.is_set,
                 )
                 _place(aside, missing, policy.path)
             except FileNotFoundError as error:
@@ -528,10 +547,17 @@ class _SharedExperiments(Experiments):
         return self._store.change(lambda store: store.experiments.change(number, to))
 
 
+def _name_of_copy() -> str:
+    return f"{socket.gethostname()}-{uuid.uuid4().hex}"
+
+
 def _end_upload(store: PolicyStore, *, upload: str, manifest: Mapping[str, Any]) -> int:
     """Take a version for what was uploaded."""
     if not strike_upload(store.root, upload):
-        raise PolicyError("the upload took more than a day and was struck as left over: publish the policy again")
+        raise PolicyError(
+            "the upload was taken for one that was left over, as it took more than a day or a copy of this machine's "
+            "home published meanwhile: publish the policy again"
+        )
     return store.add_record({**manifest, "objects": upload})
 
 

@@ -39,7 +39,7 @@ _RECORD: Final = re.compile(
     re.ASCII,
 )
 """What of a store's folder is in the records; the rest is this machine's own, or a policy's files."""
-_LAST_VERSION: Final = ".last_version"
+LAST_VERSION: Final = ".last_version"
 _UPLOAD: Final = re.compile("[0-9a-f]{32}")
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 _LARGEST: Final = 256 << 20  # bytes of all records
@@ -66,7 +66,8 @@ class SharedRecords:
         """Raises StoreUnreachable, PolicyError if the object is not one of records."""
         found = self._objects.read(RECORDS, _LARGEST)
         if found is None:
-            self._objects.names(f"{UPLOADS}/")  # fails if it is the bucket that is missing
+            if left := self._objects.names(f"{OBJECTS}/"):  # which fails if it is the bucket that is missing
+                raise PolicyError(f"{self._at} is gone, and {len(left)} files of policies are there: restore it")
             return State(None, (), {})
         try:
             with gzip.open(io.BytesIO(found.content)) as file:
@@ -126,7 +127,7 @@ def check(records: Mapping[str, str]) -> None:
         if not _RECORD.fullmatch(name):
             raise ValueError(f"{name!r} is no record")
         text.encode()
-        if name == _LAST_VERSION:
+        if name == LAST_VERSION:
             int(text)
         elif name.startswith(f"{UPLOADS}/"):
             age_of(json.loads(text)), json.loads(text)["by"]
@@ -153,6 +154,11 @@ def _check_file(manifest: str, name: str, of: Mapping[str, Any]) -> None:
     name.encode()
     if type(of["size"]) is not int or of["size"] < 0 or not _SHA256.fullmatch(of["sha256"]):
         raise ValueError(f"{manifest} does not say what {name!r} is")
+
+
+def last_version(records: Mapping[str, str]) -> int:
+    """The highest version that was ever taken; 0 if none was."""
+    return int(records.get(LAST_VERSION, 0))
 
 
 def age_of(mark: Mapping[str, Any]) -> timedelta:

@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from feedback.process_signals import stop_signals_blocked
 
@@ -27,6 +28,8 @@ LINE_BYTES: Final = 32 << 20
 _START_S: Final = 120.0  # a busy machine's imports
 _IDLE_S: Final = 600.0
 _WAIT_S: Final = 30.0  # for the requests before it
+_starting: Final = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
+"""One process starts at a time: what blocks signals meanwhile is undone in the order in which it was done."""
 
 
 class ReadFailed(Exception):
@@ -127,15 +130,16 @@ class Reader:
     async def _started(self) -> asyncio.subprocess.Process:
         if self._child is not None and self._child.returncode is None:
             return self._child
-        with stop_signals_blocked():  # it ends with the pipe, after the request that it is at
-            child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", *self._module),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=LINE_BYTES,
-                env=self._environment() if self._environment else None,
-                start_new_session=True,
-            )
+        async with _starting.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            with stop_signals_blocked():  # it ends with the pipe, after the request that it is at
+                child = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", *self._module),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    limit=LINE_BYTES,
+                    env=self._environment() if self._environment else None,
+                    start_new_session=True,
+                )
         self._child = child
         assert child.stdin is not None
         assert child.stdout is not None

@@ -37,4 +37,5 @@ def _answer(lake: Lake, journal_folder: Path, request: dict[str, Any]) -> dict[s
 
 
 if __name__ == "__main__":
-    main(sys.stdin, sys.stdout)
+    answers, sys.stdout = sys.stdout, sys.stderr  # what code prints is no answer
+    main(sys.stdin, answers)

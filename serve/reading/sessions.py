@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from feedback.events import LAST_TURN
 from feedback.lake.tables import Lake
@@ -16,7 +18,7 @@ MOST_RESPONSES: Final = 100
 """Of a longer session the last ones count."""
 
 _TIMEOUT_S: Final = 30.0
-_WAITING: Final = 1000  # one takes some 30 ms, so the last of them waits as long as it may
+_WAITING: Final = 1000  # tenants; a look takes some 30 ms, so the last of them waits as long as it may
 _QUERY: Final = """
 SELECT response_id FROM interactions
 WHERE tenant = $tenant AND session_id = $session AND status IN ('complete', 'redacted')
@@ -43,6 +45,8 @@ class Sessions:
         config = lake.config.model_dump(mode="json", context=IN_CLEAR)
         task = json.dumps({"uri": lake.uri, "config": config, "journal": str(journal_folder)})
         self._reader = Reader(["serve.reading.session_worker"], _TIMEOUT_S, waiting=_WAITING, task=task)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """One look of a tenant at a time, so that a batch of one takes turns with the others."""
 
     async def close(self) -> None:
         """End the process."""
@@ -54,6 +58,7 @@ class Sessions:
         Raises Problem 503 if they can't be looked for.
         """
         found = await self._read(
+            tenant,
             _QUERY,
             {"tenant": tenant, "session": session_id, "days": self._days, "most": MOST_RESPONSES},
             ("interactions",),
@@ -66,7 +71,7 @@ class Sessions:
         Raises as ``responses``.
         """
         parameters = {"tenant": tenant, "session": session_id, "feedback": feedback_id + LAST_TURN}
-        found = await self._read(_RECORDED_ON, parameters, ("interactions", "feedback"))
+        found = await self._read(tenant, _RECORDED_ON, parameters, ("interactions", "feedback"))
         return found[0] if found else None
 
     def unknown(self) -> Problem:
@@ -74,11 +79,19 @@ class Sessions:
         reason = f"no response was recorded of such a session in the last {self._days} days (serve.session_days)"
         return field_problem(404, "session_id", reason)
 
-    async def _read(self, query: str, parameters: dict[str, Any], tables: tuple[str, ...]) -> list[str]:
+    async def _read(self, tenant: str, query: str, parameters: dict[str, Any], tables: tuple[str, ...]) -> list[str]:
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await turn.acquire()
+        except TimeoutError:
+            raise _not_read(f"other sessions were looked for for {_TIMEOUT_S:g} s") from None
         try:
             answer = await self._reader.read({"query": query, "parameters": parameters, "tables": tables})
         except ReadFailed as error:
             raise _not_read(str(error)) from error
+        finally:
+            turn.release()
         if "error" in answer:
             raise _not_read(answer["error"])
         found: list[str] = answer["found"]

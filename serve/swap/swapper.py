@@ -14,7 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -193,6 +193,7 @@ class Swapper:
     async def close(self) -> None:
         """Stop following. A swap under way is brought to its end first, by its own timeouts."""
         task, self._task = self._task, None
+        self.store.unfollow()  # a download under way is broken off, and goes on when the next server needs it
         try:
             if task is not None:
                 task.cancel()
@@ -203,7 +204,6 @@ class Swapper:
         finally:
             await self._settle_candidate(None)
             self._held.close()
-            self.store.unfollow()
 
     @property
     def healthy(self) -> bool:
@@ -246,7 +246,8 @@ class Swapper:
             try:
                 await asyncio.shield(swap)
             except asyncio.CancelledError:
-                await swap
+                with suppress(StoreUnreachable):  # nothing was exchanged
+                    await swap
                 raise
             except StoreUnreachable as error:  # that says nothing of the policy, which is tried again
                 if str(error) != unreachable:

@@ -106,7 +106,7 @@ class TrainingData:
             fresh += (f", {repeated} {DUPLICATE}" if own else "") + ")"
         out = redacted(lake, versions=versions)
         without = f"{out} redacted responses and their prompts left out" if out else ""
-        content = repr([p.prompt_token_ids for p in usable]) + (traffic.digest if traffic is not None else "")
+        content = repr([p.prompt_token_ids for p in usable]) + (traffic.digest if traffic is not None else "[]")
         asked_for = Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts")
         if own:
             content += repr([of.prompts for of in own])

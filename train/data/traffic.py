@@ -26,6 +26,7 @@ from train.batch.packed import Rollout
 BELOW_FULL_SUPPORT: Final = "sampled below full support"
 ALONE: Final = "alone for their prompt"
 ALL_EQUAL: Final = "in groups with equal rewards"
+TWICE: Final = "with an id that others have"
 
 _OF_TOKENS: Final = ("response_id", "prompt_token_ids", "response_token_ids", "logprobs", "sampling", "finish_reason")
 _OF_PROMPTS: Final = ("prompt", "messages")
@@ -39,6 +40,7 @@ class Index:
     """
 
     ids: pa.Array  # string [R]
+    prompts: pa.Array  # binary [R], hashes of the prompts' token ids
     groups: np.ndarray[Any, np.dtype[np.int64]]  # [R]
     rewards: np.ndarray[Any, np.dtype[np.float64]]  # [R]
     left_out: Counter[str]
@@ -59,18 +61,27 @@ class Index:
             part = pa.table(batch.select(["created_at", "response_id", "reward"])).take(pa.array(kept, pa.int64()))
             parts.append(part.append_column("prompt", pa.array(prompts, pa.binary(16))))
         if not parts:
-            return cls(pa.array([], pa.string()), np.empty(0, np.int64), np.empty(0), left_out)
+            nothing = pa.array([], pa.string()), pa.array([], pa.binary(16))
+            return cls(*nothing, np.empty(0, np.int64), np.empty(0), left_out)
         rows = pa.concat_tables(parts).sort_by([("created_at", "ascending"), ("response_id", "ascending")])
-        # Encoded in order of appearance: a group's number is its first response's place among the groups'.
-        groups = rows.column("prompt").combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
         ids = rows.column("response_id").combine_chunks().cast(pa.string())
-        return cls(ids, groups, rows.column("reward").to_numpy(), left_out)
+        counts = pc.value_counts(ids)
+        repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+        if len(repeated):  # tokens are read by ids later, and must be this row's
+            twice = pc.is_in(ids, value_set=repeated)
+            left_out[TWICE] += pc.sum(twice).as_py()
+            rows, ids = rows.filter(pc.invert(twice)), ids.filter(pc.invert(twice))
+        # Encoded in order of appearance: a group's number is its first response's place among the groups'.
+        of = rows.column("prompt").combine_chunks()
+        groups = of.dictionary_encode().indices.to_numpy().astype(np.int64)
+        return cls(ids, of, groups, rows.column("reward").to_numpy(), left_out)
 
     def only(self, groups: np.ndarray[Any, np.dtype[np.bool_]]) -> Index:
         """The same without some groups, the others numbered anew. ``groups``: bool [G]."""
         kept = groups[self.groups]
         numbers = np.cumsum(groups) - 1
-        return Index(self.ids.filter(pa.array(kept)), numbers[self.groups[kept]], self.rewards[kept], self.left_out)
+        ids, prompts = (part.filter(pa.array(kept)) for part in (self.ids, self.prompts))
+        return Index(ids, prompts, numbers[self.groups[kept]], self.rewards[kept], self.left_out)
 
     @cached_property
     def sizes(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -122,14 +133,16 @@ class LoggedGroups(Sequence[list[Rollout]]):
         if not wanted:
             return
         rows = np.concatenate([self._members(group) for group in wanted])
-        ids = self._index.ids.take(pa.array(rows))
-        table = self._read(ids)
-        at = pc.index_in(ids, value_set=table.column("response_id").combine_chunks())
-        if at.null_count:
-            raise LookupError(f"{at.null_count} of {len(ids)} responses that were in the lake are not there any more")
-        places = iter(at.to_pylist())
+        ids, prompts = (part.take(pa.array(rows)).to_pylist() for part in (self._index.ids, self._index.prompts))
+        table = self._read(pa.array(ids, pa.string()))
+        found = (table.column(name).to_pylist() for name in ("response_id", "prompt_token_ids"))
+        # By the prompt too: what else has the id, such as a response to a prompt that is held out, is another one.
+        places = {(name, _digest(prompt)): place for place, (name, prompt) in enumerate(zip(*found, strict=True))}
+        if missing := [name for name, prompt in zip(ids, prompts, strict=True) if (name, prompt) not in places]:
+            raise LookupError(f"{len(missing)} of {len(ids)} responses are not in the lake any more: {missing[0]}, …")
+        members = zip(ids, prompts, strict=True)
         for group in wanted:
-            self._held[group] = [(table, next(places)) for _ in self._members(group)]
+            self._held[group] = [(table, places[next(members)]) for _ in self._members(group)]
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -16,7 +17,9 @@ from deploy.console.pages.visit import Answer, NotThere, Visit
 from deploy.console.pages.visit import page as shown
 from evaluation.suites.held_out import HeldOut
 from feedback.lake.tables import Lake
-from serve.policies.store import PolicyNotFound, PolicyStore
+from serve.policies.store import PolicyError, PolicyNotFound, PolicyStore
+
+log = logging.getLogger(__name__)
 
 
 def page(settings: Settings, visit: Visit) -> Answer:
@@ -87,9 +90,13 @@ def learned(lake: Lake, store: PolicyStore, row: Mapping[str, Any]) -> list[dict
             at = (policy.lineage.get("lake_versions") or {}).get("interactions")
             if at is None or datetime.fromisoformat(policy.created_at) < row["created_at"]:
                 continue
-            prompts = store.own_prompts(policy)
         except PolicyNotFound:  # its run has just withdrawn it
             continue
+        try:
+            prompts = store.own_prompts(policy)
+        except PolicyError as error:  # damaged, or not to be had now
+            log.warning("what policy %d learned from is not known: %s", version, error)
+            prompts = None
         visible = visible or bool(
             was_visible(lake, "interactions", {row["response_id"]}, at)
         )  # later reads have it too

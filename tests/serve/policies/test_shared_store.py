@@ -611,11 +611,36 @@ def test_a_store_that_was_rolled_back_is_served_with_the_files_that_it_names_now
     state = a._records.read()
     numbered = {name: text for name, text in state.records.items() if name != ".last_version"}
     assert a._records.replace(state, numbered) is not None
-    a = machine("a")
-    assert publish(a, 2.0) == 1
+    c = machine("c")  # a machine that has not seen the first policy 1
+    assert publish(c, 2.0) == 1
     b = machine("b")
     with b.hold(1) as held:
-        assert held.weight_files[0].read_bytes() == a.get(1).weight_files[0].read_bytes()
+        assert held.weight_files[0].read_bytes() == c.get(1).weight_files[0].read_bytes()
+
+
+def test_no_version_is_taken_twice_where_older_records_were_restored(
+    machine: Machine, config: PolicyStoreConfig
+) -> None:
+    """The bucket's versioning brings them back; rows of traffic name the version that was lost."""
+    store, objects_of = machine("a"), ObjectStore(config.uri or "", config.store_options)
+    publish(store)
+    older = objects_of.read(RECORDS, 1 << 20)
+    assert older is not None
+    assert publish(store) == 2
+    objects_of.write_if(RECORDS, older.content, objects_of.version(RECORDS))
+    assert machine("a").versions() == [1]
+    assert publish(machine("a")) == 3
+    assert publish(machine("b")) == 4
+
+
+def test_policies_whose_records_are_gone_are_nobodys_to_remove(machine: Machine, config: PolicyStoreConfig) -> None:
+    publish(machine("a"))
+    files = objects(config)
+    bucket(config).delete_object(Bucket="bucket", Key=f"{(config.uri or '').partition('bucket/')[2]}/{RECORDS}")
+    for name in ("a", "b"):
+        with pytest.raises(PolicyError, match="is gone, and"):
+            publish(machine(name))
+    assert objects(config) == files
 
 
 def test_what_is_damaged_in_a_servers_copy_is_fetched_anew_before_the_policy_is_refused(machine: Machine) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,3 +46,30 @@ async def test_who_asks_for_much_is_told_so_and_nobody_waits_without_end(
     free.set()
     assert await asyncio.gather(*queue) == [{}] * 33
     assert not reader._waiting
+
+
+ECHO = """
+import sys
+print("ready", flush=True)
+for line in sys.stdin:
+    print(line, end="", flush=True)
+"""
+
+
+def test_processes_that_start_together_leave_signals_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "echo_lines.py").write_text(ECHO)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    async def read() -> list[dict[str, Any]]:
+        readers = [Reader(["echo_lines"], 60, waiting=1) for _ in range(3)]
+        try:
+            return await asyncio.gather(*(reader.read({"number": at}) for at, reader in enumerate(readers)))
+        finally:
+            for reader in readers:
+                await reader.close()
+
+    assert asyncio.run(read()) == [{"number": at} for at in range(3)]
+    assert (signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == before

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evaluation.suites.held_out import HeldOut
+from evaluation.suites.suite import Item
 from feedback.config import LakeConfig
 from feedback.datasets import STALE, TOO_LONG, UNKNOWN_POLICY, Prompt
 from feedback.lake.tables import Lake
@@ -22,7 +23,7 @@ from train.data import traffic as traffic_module
 from train.data.prompts import Cycled
 from train.data.rewards import Rewards
 from train.data.samples import Informative, score
-from train.data.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, Traffic
+from train.data.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, TWICE, Traffic
 from train.objectives.advantages import group_relative
 
 Row = tuple[dict[str, Any], dict[str, Any]]
@@ -132,6 +133,25 @@ def test_of_groups_that_are_not_drawn_nothing_is_read_until_they_are_asked_for(
     assert asked == [[names[1], names[3]]]
     assert [r.prompt for r in traffic.groups[-1]] == [[3]]
     assert asked[1:] == [[names[2]]]
+
+
+def test_tokens_are_those_of_the_row_whatever_else_has_its_id(lake: Lake) -> None:
+    """No server makes such rows; a lake that was put together from several might have them."""
+    rows = [row([1], 0.0), row([2], 0.5), row([2], 1.0), row([1], 0.25)]
+    rows[3][0]["response_id"] = rows[0][0]["response_id"]
+    traffic = read(lake, *rows[:3], (rows[3][0], reward(rows[3][0]["response_id"], 0.0)))
+    assert prompts_of(traffic) == [[2]]
+    assert traffic.left_out == {TWICE: 2}
+
+
+def test_a_twin_to_a_held_out_prompt_is_not_learned_from_in_a_rows_place(lake: Lake) -> None:
+    held, kept = row([9], 1.0), row([1], 0.25)
+    held[0].update(response_id=kept[0]["response_id"], prompt="two and three")
+    item = Item(id="one", prompt="two and three")
+    put(lake, "interactions", [held[0], kept[0]])
+    put(lake, "rewards", [kept[1]])
+    groups = again(lake, held_out=HeldOut((item,))).groups
+    assert [[(one.prompt, one.reward) for one in group] for group in groups] == [[([1], 0.25)]]
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.125}, {"temperature": 0.0}])
