@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
@@ -143,6 +143,9 @@ def write_config(settings: Settings, file: Path, options: Sequence[tuple[str, st
     with open(file, "x", opener=private) as output:  # keys will be put into it
         output.write(text)
     return True
+
+
+SHORT_CONTEXT: Final = "the model's context is short: responses in training and evaluation have {tokens} tokens at most"
 
 
 def fit_responses(settings: Settings, file: Path) -> int | None:

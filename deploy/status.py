@@ -22,7 +22,7 @@ from deploy.loop.records import LOOP_OFF, RUNNING, CycleRecord
 from deploy.loop.wait_for_serving import is_of_another
 from deploy.supervise.resident import residents
 from feedback.files import is_locked
-from feedback.journal.segment import CLOSED
+from feedback.journal.segment import CLOSED, OPEN
 from serve.policies.store import Pointer, PolicyStore
 
 CYCLES_SHOWN: Final = 5
@@ -46,7 +46,7 @@ class Status:
     home: str
     policy: dict[str, Any] | None = None  # version, since, who, why: what the serving pointer says
     server: dict[str, Any] | None = None  # url, ready, version, since, unready: what answers
-    runs: dict[str, bool] = field(default_factory=dict)  # up, schedule, cycle
+    runs: dict[str, bool] = field(default_factory=dict)  # serve, up, schedule, cycle
     loop_off: str | None = None  # why the `up` that runs turns no cycles
     cycle: dict[str, Any] | None = None  # number, since, stage, stage_since: the one that runs
     experiment: dict[str, Any] | None = None  # number, candidate, control, state, decision: the one that runs
@@ -125,7 +125,10 @@ def _runs(settings: Settings, status: Status) -> None:
         "schedule": ".schedule.lock",
         "cycle": settings.cycle.folder / ".lock",
     }
-    status.runs = {name: is_locked(settings.path(lock)) for name, lock in locks.items()}
+    # A server holds the locks of the segments that it writes.
+    segments = [path for path in _files(settings.path(settings.feedback.journal.folder)) if path.suffix == OPEN]
+    status.runs = {"serve": any(is_locked(path) for path in segments)}
+    status.runs |= {name: is_locked(settings.path(lock)) for name, lock in locks.items()}
     if status.runs["up"] and (off := settings.path(LOOP_OFF)).is_file():
         status.loop_off = off.read_text() or None
     if status.loop_off:
@@ -145,6 +148,9 @@ def _server(settings: Settings, status: Status) -> None:
             logs = settings.path(settings.up.logs)
             what = f"`millrace up` runs, and no server answers at {settings.server_url} ({type(error).__name__})"
             status.wrong(what, f"wait, if it has just been started; {logs / 'serve.log'} says what it does")
+        elif status.runs["serve"]:
+            what = f"`millrace serve` runs, and no server answers at {settings.server_url} ({type(error).__name__})"
+            status.wrong(what, "if it has just been started, wait; if it listens elsewhere, give serve.port here too")
         return
     if answer.status_code != 200:
         what = f"what answers at {settings.server_url} does not say which policy it serves: {answer.status_code}"

@@ -43,6 +43,8 @@ def init(ctx: click.Context, settings: Settings, model: str, revision: str | Non
     click.echo(f"policy {pointer.version} of {settings.home} is {model}")
     if write_config and initialise.write_config(settings, DEFAULT_FILE, ctx.meta["millrace.options"]):
         click.echo(f"wrote {DEFAULT_FILE}: the settings that matter most; `millrace config reference` prints all")
+        if (tokens := initialise.fit_responses(settings, DEFAULT_FILE)) is not None:
+            click.echo(initialise.SHORT_CONTEXT.format(tokens=tokens))
     click.echo("serve it and turn the loop with: millrace up; serve it alone with: millrace serve")
 
 

@@ -92,7 +92,7 @@ def _home_of(model: str, settings: Settings, ctx: click.Context, say: Callable[[
         given = " and those given here" if options else ""
         say(f"wrote {DEFAULT_FILE}: the settings that matter most{given}; `millrace config reference` prints all")
         if (tokens := initialise.fit_responses(loaded, DEFAULT_FILE)) is not None:
-            say(f"the model's context is short: responses in training and evaluation have {tokens} tokens at most")
+            say(initialise.SHORT_CONTEXT.format(tokens=tokens))
             return root.load(None, options)
     return loaded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from deploy.loop import records
 from deploy.loop.records import CycleRecord, Stage
 from deploy.loop.schedule import next_cycle
 from feedback.files import is_locked, locked
+from feedback.journal.writer import Journal
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
 
@@ -52,13 +54,27 @@ def test_a_home_in_which_nothing_runs_says_what_serves_and_is_not_wrong(
     assert cli.run([*line, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["policy"]["version"], found["policy"]["who"]) == (1, "tests")
-    assert found["runs"] == {"up": False, "schedule": False, "cycle": False}
+    assert found["runs"] == {"serve": False, "up": False, "schedule": False, "cycle": False}
     assert (found["server"], found["cycle"], found["next_cycle"], found["problems"]) == (None, None, None, [])
     assert cli.run(line) == 0
     printed = capsys.readouterr().out
     assert "policy 1 since" in printed
     assert "init from" in printed
     assert "no schedule runs here" in printed
+
+
+def test_a_server_that_is_not_where_the_settings_say_is_wrong(home_with_policy: Settings) -> None:
+    folder = home_with_policy.path(home_with_policy.feedback.journal.folder)
+    journal = Journal(folder, home_with_policy.feedback.journal, "replica-0")
+    journal.open()
+    try:
+        asyncio.run(journal.append("feedback", said("f", "r", "thumb", value=1)))
+        found = status.look(home_with_policy)
+    finally:
+        journal.close()
+    assert found.runs["serve"]
+    assert [problem.what.partition(", and")[0] for problem in found.problems] == ["`millrace serve` runs"]
+    assert not status.look(home_with_policy).runs["serve"]
 
 
 def test_it_counts_what_is_new_since_the_last_training(home_with_policy: Settings) -> None:
