@@ -18,6 +18,7 @@ import duckdb
 import pyarrow as pa
 
 from deploy.config.root import Settings
+from feedback.events import TURN
 from feedback.lake.open_lake import OpenLake
 from feedback.lake.tables import Lake
 
@@ -160,7 +161,11 @@ def whole(connection: duckdb.DuckDBPyConnection, tenant: str, ids: list[tuple[st
         row["response_id"]: row for row in _dicts(connection.sql(_REWARDS, params={"ids": names, "first": min(days)}))
     }
     for row in rows:
-        row["feedback"] = [one for one in feedback if one["response_id"] == row["response_id"]]
+        row["feedback"] = [
+            one | {"of_session": TURN in one["feedback_id"]}
+            for one in feedback
+            if one["response_id"] == row["response_id"]
+        ]
         row["reward"] = rewards.get(row["response_id"])
         row["policies"] = sorted({span["policy_version"] for span in row["policy_spans"]})
     return rows
