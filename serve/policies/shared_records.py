@@ -12,6 +12,7 @@ path or a command on this machine: a record or a file of a policy lies in its pl
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
@@ -66,8 +67,10 @@ class SharedRecords:
         """Raises StoreUnreachable, PolicyError if the object is not one of records."""
         found = self._objects.read(RECORDS, _LARGEST)
         if found is None:
-            if left := self._objects.names(f"{OBJECTS}/"):  # which fails if it is the bucket that is missing
-                raise PolicyError(f"{self._at} is gone, and {len(left)} files of policies are there: restore it")
+            self._objects.names(f"{UPLOADS}/")  # fails if it is the bucket that is missing
+            with contextlib.suppress(StoreUnreachable):  # by a stray name, by which a sweep fails as well
+                if left := self._objects.names(f"{OBJECTS}/"):
+                    raise PolicyError(f"{self._at} is gone, and {len(left)} files of policies are there: restore it")
             return State(None, (), {})
         try:
             with gzip.open(io.BytesIO(found.content)) as file:

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.suites.held_out import HeldOut
-from evaluation.suites.suite import Item
+from evaluation.suites.held_out import HeldOut, position
 from feedback.config import LakeConfig
 from feedback.datasets import STALE, TOO_LONG, UNKNOWN_POLICY, Prompt
 from feedback.lake.tables import Lake
@@ -145,12 +144,13 @@ def test_tokens_are_those_of_the_row_whatever_else_has_its_id(lake: Lake) -> Non
 
 
 def test_a_twin_to_a_held_out_prompt_is_not_learned_from_in_a_rows_place(lake: Lake) -> None:
+    texts = sorted(("two and two", "two and three"), key=position)
     held, kept = row([9], 1.0), row([1], 0.25)
-    held[0].update(response_id=kept[0]["response_id"], prompt="two and three")
-    item = Item(id="one", prompt="two and three")
+    held[0].update(response_id=kept[0]["response_id"], prompt=texts[0])
+    kept[0]["prompt"] = texts[1]
     put(lake, "interactions", [held[0], kept[0]])
     put(lake, "rewards", [kept[1]])
-    groups = again(lake, held_out=HeldOut((item,))).groups
+    groups = again(lake, held_out=HeldOut(share=position(texts[1]))).groups
     assert [[(one.prompt, one.reward) for one in group] for group in groups] == [[([1], 0.25)]]
 
 
