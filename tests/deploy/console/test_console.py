@@ -363,7 +363,13 @@ def test_held_out_answers_side_by_side_are_for_admins_alone(site: Site) -> None:
 @pytest.mark.parametrize(("scopes", "may"), [(["read"], False), (["read", "feedback"], True)])
 def test_the_label_queue_offers_a_judgement_to_whom_may_give_one(site: Site, scopes: list[str], may: bool) -> None:
     site.generate("ann", "5+5=")
-    sent = {"page": "labels", "path": {}, "query": {}, "form": None, "viewer": VIEWER | {"scopes": scopes}}
+    sent = {
+        "page": "labels",
+        "path": {},
+        "query": {},
+        "form": None,
+        "viewer": VIEWER | {"tenant": "acme", "scopes": scopes},
+    }
     shown = respond(site.settings, sent).body
     found = ("back to the one before" in shown, 'data-vote="1"' in shown, "it can look, not judge" in shown)
     assert (*found, 'data-vote="skip"' in shown) == (may, may, not may, True)
