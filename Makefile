@@ -104,7 +104,7 @@ live-experiments: setup ## prove on real traffic that harm goes back by itself, 
 thumbs: setup          ## one command, and a person with thumbs alone: two cycles; the last line is JSON
 	$(BIN)/python -m loadtests.thumbs $(ARGS)
 
-tour: setup            ## make the pictures and outputs of docs/tour.md anew; needs chromium; the last line is JSON
+tour: setup            ## the tour of docs/tour.md, into runs/tour; ARGS=--write-docs replaces the page; needs chromium; the last line is JSON
 	$(BIN)/python -m loadtests.tour $(ARGS)
 
 # How many requests of each kind to send.

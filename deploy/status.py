@@ -247,7 +247,7 @@ def _reward_model(settings: Settings, status: Status) -> None:
     store: PolicyStore = stores.reward_models
     judge = stores.evaluation_reward_models.serving()
     if judge is not None and stores.evaluation_reward_models.get(judge.version).marked:
-        what = f"an erasure has marked reward model {judge.version}, which evaluation scores by, for retraining"
+        what = f"an erasure has marked the gate's reward model {judge.version} for retraining"
         status.wrong(what, "the next cycle trains another one; until then it evaluates nothing")
     pointer = store.serving()
     if pointer is None:
@@ -255,7 +255,7 @@ def _reward_model(settings: Settings, status: Status) -> None:
     model = store.get(pointer.version)
     status.reward_model = {"version": pointer.version, "since": pointer.at, "agreement": model.metrics.get("agreement")}
     if model.marked:
-        what = f"an erasure has marked reward model {pointer.version} for retraining: it rewards nothing"
+        what = f"an erasure has marked training's reward model {pointer.version} for retraining: it rewards nothing"
         status.wrong(what, "the next cycle of the recipe rlhf trains another one")
 
 
@@ -326,7 +326,7 @@ def lines(status: Status) -> Iterator[tuple[str, str]]:
     if model := status.reward_model:
         agreed = model["agreement"]
         share = f": agrees with {agreed['value']:.0%} of {agreed['judgements']} held-out judgements" if agreed else ""
-        yield "reward model", f"version {model['version']} since {_at(model['since'])}{share}"
+        yield "reward model", f"training's reward model {model['version']} since {_at(model['since'])}{share}"
     for number, problem in enumerate(status.problems):
         yield "" if number else "wrong", problem.what
         yield "", f"-> {problem.advice}"

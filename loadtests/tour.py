@@ -1,10 +1,11 @@
-"""docs/tour.md anew: `millrace up MODEL`, a person with thumbs, and the console in a browser meanwhile.
+"""The page docs/tour.md as it goes here: `millrace up MODEL`, a person with thumbs, and the console in a browser.
 
 The model, the person and the settings are those of ``thumbs``. The browser is Debian's Chromium, and looks from the
-first start to the first policy that was promoted. Of the page it writes the pictures and the blocks between
-``<!-- make tour: NAME -->`` and ``<!-- end -->``: what was typed, and what was printed. Only the folder and
-the port are written as a reader has them. Nothing of the page changes unless all of it went well; a
-page of the console that runs into an error, or asks another host for something, fails the tour.
+first start to the first policy that was promoted. A copy of the page, ``tour.md`` in the folder, gets new pictures
+and new text in the blocks between ``<!-- make tour: NAME -->`` and ``<!-- end -->``: what was typed, and what was
+printed. Only the folder and the port are written as a reader has them. With ``--write-docs`` docs/tour.md and its
+pictures are replaced too. Neither page is written unless all of it went well; a page of the console that runs into an
+error, or asks another host for something, fails the tour.
 """
 
 from __future__ import annotations
@@ -208,6 +209,7 @@ def walk(visitor: Visitor, person: Person, folder: Path) -> dict[str, Any]:
 
         until(training, "a training", 1)
         visitor.training()
+        print("waiting for a promotion: some minutes", flush=True)
         cycle = until(promotion, "a promotion", 5)
         found = {"seconds": round(time.monotonic() - began), "thumbs": person.thumbs}
         until(judged_anew, "thumbs on the new policy", 1)
@@ -259,23 +261,27 @@ def _fenced(text: str, language: str = "") -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/tour"), help="a folder of its own; emptied first")
-    parser.add_argument("--page", type=Path, default=PAGE, help="whose blocks and pictures are made anew")
+    parser.add_argument("--write-docs", action="store_true", help="replace docs/tour.md and docs/tour/ too")
     parser.add_argument("--model", type=Path, help="a model that an earlier run made, to begin with")
     options = parser.parse_args()
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium")
     if chromium is None:
         raise SystemExit("there is no chromium on PATH (Debian: apt-get install chromium; else set CHROMIUM)")
-    folder, page, pictures = options.folder.absolute(), options.page, options.folder.absolute() / "pictures"
+    folder = options.folder.absolute()
+    page = folder / PAGE.name
+    pictures = page.with_suffix("")
     shutil.rmtree(folder, ignore_errors=True)
     pictures.mkdir(parents=True)
     if options.model:
         shutil.copytree(options.model, folder / "model")
     else:
+        print("training the tiny model: about half a minute", flush=True)
         make_model(folder / "model")
     transcript, port = Transcript(folder), free_port()
     settings = OPTIONS | {"serve.port": str(port)}
     command = ["up", "./model", *itertools.chain(*((f"--{name}", value) for name, value in settings.items()))]
     transcript.write(f"$ millrace {' '.join(command)}\n")
+    print(f"starting the server: about half a minute; its log is {folder / 'up.log'}", flush=True)
     printed = {}
     with (
         Server([MILLRACE, *command], port, folder / "up.log") as server,
@@ -283,6 +289,7 @@ def main() -> None:
         playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]) as browser,
     ):
         expect.set_options(timeout=WAIT_MS)
+        print(f"the console is {server.url}/console/", flush=True)
         visitor = Visitor(browser, server.url, pictures)
         found = walk(visitor, Person(server.url), folder)
         for arguments in (("status", "--serve.port", str(port)), ("policies",), ("decisions", "list")):
@@ -301,10 +308,12 @@ def main() -> None:
     } | {name: _fenced(text) for name, text in printed.items()}
     blocks["status"] = _fenced(_narrow(printed["status"], 14))
     as_read = {str(folder): "…", f":{port}": f":{PORT}"}
-    text = written(page.read_text(), blocks, as_read)
-    shutil.rmtree(page.with_suffix(""), ignore_errors=True)
-    shutil.copytree(pictures, page.with_suffix(""))
-    page.write_text(text)
+    page.write_text(written(PAGE.read_text(), blocks, as_read))
+    if options.write_docs:
+        shutil.rmtree(PAGE.with_suffix(""), ignore_errors=True)
+        shutil.copytree(pictures, PAGE.with_suffix(""))
+        shutil.copy(page, PAGE)
+    print(f"the page is {PAGE if options.write_docs else page}")
     print(json.dumps(found))
 
 

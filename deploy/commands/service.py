@@ -80,6 +80,7 @@ def _home_of(model: str, settings: Settings, ctx: click.Context, say: Callable[[
         # Before there is a home: the options may contradict the file.
         loaded = root.load(None, options) if written else settings
         if settings.policy_store().serving() is None:
+            say(f"looking at the model {model}")
             initialise.initialise(settings, model, revision=None, who=promotion.person())
             say(f"made {settings.home}: policy 1 is {model}")
         else:

@@ -29,6 +29,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.config.root import child_environment
+from deploy.console.pages.visit import Visit, page_of_error
 from deploy.console.rendering import OF_ADMINS, STATIC, render
 from serve.http import Problem, page_headers
 from serve.middleware.authentication import LOGIN, READ, Authenticator, client_of, headers_of
@@ -223,7 +224,11 @@ class _Console:
                     raise
                 return _to_login(request)
             if name in OF_ADMINS:
-                _require_scope(viewer, "admin")
+                try:
+                    _require_scope(viewer, "admin", OF_ADMINS[name])
+                except Problem as problem:  # with the menu: who looks is known
+                    visit = Visit(request.path_params, {}, None, viewer)
+                    return _html(page_of_error(problem.status, problem.detail, visit).body, problem.status)
             reader = self.lake if name in _LAKE else self.files
             answer = await self._read(reader, name, request, viewer, None)
             return answer if made is None else _with_cookie(answer, made, headers_of(request.scope, READ))
@@ -236,7 +241,8 @@ class _Console:
             form = await self._form(request, self.forms)
             viewer, _ = self._visit(request, form=form)
             _require_scope(viewer, scope)
-            log.info("console: %s %s by %s", name, dict(request.path_params), viewer["name"])
+            what = " ".join([name, *(f"{key}={value}" for key, value in request.path_params.items())])
+            log.info("console: %s by %s", what, viewer["name"])
             reader = self.queries if name in _QUERIES else self.actions
             if name == "export":
                 return await self._export(reader, request, viewer, form)
@@ -382,9 +388,10 @@ def _check_site(request: Request) -> None:
         raise Problem(403, "a page of another site may lead to a page of the console, and not embed it")
 
 
-def _require_scope(viewer: dict[str, Any], scope: str) -> None:
+def _require_scope(viewer: dict[str, Any], scope: str, what: str = "this") -> None:
     if scope not in viewer["scopes"]:
-        raise Problem(403, f"this needs a key with the scope {scope}")
+        own = f"yours ({viewer['name']}) has {', '.join(viewer['scopes'])}"
+        raise Problem(403, f"{what} needs a key with the scope {scope}; {own}")
 
 
 def _require(principal: Principal, scopes: frozenset[str]) -> None:

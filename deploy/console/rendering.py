@@ -27,8 +27,8 @@ NAVIGATION: Final = (
 )
 """(page, title, path, the key that opens it after g)."""
 
-OF_ADMINS: Final = frozenset({"compare_suites", "data", "keys"})
-"""Pages that show what is of all tenants."""
+OF_ADMINS: Final = {"compare_suites": "Answers to a suite", "data": "Data", "keys": "Keys"}
+"""Pages that show what is of all tenants, with their titles."""
 
 
 def render(template: str, **values: Any) -> str:

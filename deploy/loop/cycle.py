@@ -425,7 +425,10 @@ class _Cycle:
         new, why = recipes.new_feedback(self.settings, label, self.record.feedback), ""
         if before is not None or (refresh and (new >= least or marked)):
             arguments = ("--reward-model", *(["--held-out"] if held_out else []))
-            why = self._train(stage, policy, before, *arguments, label=label)["reason"]
+            result = self._train(stage, policy, before, *arguments, label=label)
+            why = result["reason"]
+            if result.get("reward_model") is not None:  # "reward model 2: …": each of the two counts its versions
+                why = ("gate's " if held_out else "training's ") + why
             self.say(why)
         version = rewards()
         if not held_out:

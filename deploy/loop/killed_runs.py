@@ -196,7 +196,8 @@ def _lost(store: PolicyStore, version: int, *, rewards: bool = False) -> str:
         reached = store.get(version).marked if rewards else in_marked_line(store, version)
     except PolicyError as error:  # removed by hand, or damaged
         return str(error)
-    return "" if not reached else f"an erasure has reached {'reward model' if rewards else 'policy'} {version}"
+    what = "training's reward model" if rewards else "policy"
+    return f"an erasure has reached {what} {version}" if reached else ""
 
 
 def _weights_gone(store: PolicyStore, version: int | None) -> str:

@@ -68,6 +68,7 @@ def serving(options: list[str], out: Path) -> Iterator[tuple[str, psutil.Process
     if url := os.environ.get("URL", ""):
         yield url.rstrip("/"), local_server(url)
         return
+    print("starting a server on a tiny random model: a minute or two", flush=True)
     with tempfile.TemporaryDirectory(prefix="loadtest-") as temporary:
         home, port = Path(temporary), free_port()
         model = make_model_folder(home / "model", 0, context=CONTEXT, eos=False, printable=True)

@@ -146,7 +146,7 @@ def test_what_an_erasure_has_marked_is_wrong_and_a_reward_model_has_its_agreemen
     home_with_policy.policy_store().record_erasure(1, certainty="yes", why="w", retrain=True)
     assert [problem.what.split(":")[0] for problem in status.look(home_with_policy).problems] == [
         "policy 1 serves, and an erasure has marked it for retraining",
-        "an erasure has marked reward model 1 for retraining",
+        "an erasure has marked training's reward model 1 for retraining",
     ]
 
 

@@ -97,6 +97,7 @@ def test_a_model_is_all_that_an_empty_folder_needs_to_be_served_with_the_loop_op
         process.kill()
     assert nothing_left() == []
     printed = log.read_text()
+    assert "looking at the model ./mine" in printed.splitlines()[0]
     assert "policy 1 is ./mine" in printed
     assert "wrote millrace.yaml" in printed
     assert (

@@ -12,7 +12,7 @@ from loadtests.tour import BLOCK, PAGE, command_of, told, written
 
 def test_the_page_has_the_command_that_the_tour_runs_and_no_empty_block() -> None:
     blocks = {found[1]: found[0] for found in BLOCK.finditer(PAGE.read_text())}
-    assert command_of(OPTIONS) in blocks["command"], "make tour writes the page anew"
+    assert command_of(OPTIONS) in blocks["command"], "make tour ARGS=--write-docs writes the page anew"
     assert not [name for name, text in blocks.items() if text.count("\n") < 2]
 
 

@@ -27,7 +27,7 @@ _CURVES: Final = (
     ("accuracy", "Accuracy"),
 )
 _MOST_CURVES: Final = 4
-_STAGE_TITLES: Final = {"reward-model": "reward model", EVALUATION_REWARD_MODEL: "gate’s reward model"}
+_STAGE_TITLES: Final = {"reward-model": "training’s reward model", EVALUATION_REWARD_MODEL: "gate’s reward model"}
 _COUNTS_S: Final = 20.0
 
 _counted: tuple[float, dict[str, Any] | None] = (-math.inf, None)

@@ -360,6 +360,21 @@ def test_held_out_answers_side_by_side_are_for_admins_alone(site: Site) -> None:
         assert "compare/suites" not in ann.get("/console/compare").text
 
 
+@pytest.mark.parametrize(("scopes", "may"), [(["read"], False), (["read", "feedback"], True)])
+def test_the_label_queue_offers_a_judgement_to_whom_may_give_one(site: Site, scopes: list[str], may: bool) -> None:
+    site.generate("ann", "5+5=")
+    sent = {
+        "page": "labels",
+        "path": {},
+        "query": {},
+        "form": None,
+        "viewer": VIEWER | {"tenant": "acme", "scopes": scopes},
+    }
+    shown = respond(site.settings, sent).body
+    found = ("back to the one before" in shown, 'data-vote="1"' in shown, "it can look, not judge" in shown)
+    assert (*found, 'data-vote="skip"' in shown) == (may, may, not may, True)
+
+
 def test_no_page_names_a_pairs_policies_before_the_choice(site: Site) -> None:
     site.generate("ann", "6+1=", n=3, temperature=1.5)
     with site.client("ann") as ann:

@@ -58,7 +58,10 @@ def analyst(site: Site) -> Any:
 
 def test_who_may_not_see_all_tenants_runs_and_keeps_no_query(site: Site) -> None:
     with site.client("ann") as ann:
-        assert ann.get("/console/data").status_code == 403
+        refused = ann.get("/console/data")
+        assert refused.status_code == 403
+        assert "Data needs a key with the scope admin; yours (ann) has feedback, generate, read" in refused.text
+        assert 'href="/console/traffic"' in refused.text, "the menu is there"
         assert "/console/data" not in ann.get("/console/traffic").text
         form = {"csrf": token(ann), "sql": "SELECT 1", "name": "mine", "as": "csv"}
         for path in ("", "/export", "/save", "/delete"):

@@ -25,7 +25,7 @@ class Trainer(_Cycle):
         if self.keep:
             store.promote(version, expected=store.serving(), who="test", why="test")
         self.record.stages.append(records.Stage(name=stage.label, started_at=records.now(), ok=True))
-        return {"reason": "worse than a coin", "candidate": None}
+        return {"reason": f"reward model {version}: worse than a coin", "reward_model": version, "candidate": None}
 
 
 def cycle(settings: Settings, model: Path, *, keep: bool, feedback: int) -> str | None:
@@ -53,7 +53,7 @@ def test_a_marked_reward_model_is_trained_anew_once_and_not_every_cycle(marked: 
     why = [cycle(marked, model, keep=False, feedback=least) for _ in range(3)]
     assert store.versions() == [1, 2]
     assert why == [
-        "there is no reward model yet: worse than a coin",
+        "there is no reward model yet: training's reward model 2: worse than a coin",
         *[f"there is no reward model yet: it needs {least} pieces of feedback, and has 0"] * 2,
     ]
     assert cycle(marked, model, keep=True, feedback=2 * least) is None

@@ -1,4 +1,4 @@
-"""The Ray cluster and job for KubeRay."""
+"""The Ray cluster and job for KubeRay, and what makes their home."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = FOLDER / "millrace.yaml"
 def manifests(run: Callable[..., subprocess.CompletedProcess[str]]) -> list[Manifest]:
     built = run("kubectl", "kustomize", FOLDER)
     assert built.returncode == 0, built.stderr
-    return [*load(built.stdout), *load((FOLDER / "rayjob.yaml").read_text())]
+    return load("\n---\n".join([built.stdout, *((FOLDER / name).read_text() for name in ("rayjob.yaml", "init.yaml"))]))
 
 
 def of(kind: str, manifests: list[Manifest]) -> Manifest:
@@ -46,7 +46,7 @@ def test_manifests_are_kubernetes_and_kuberays_and_pods_are_restricted(manifests
         for template in templates(manifest):
             check_restricted(template["spec"])
             volumes = {volume["name"] for volume in template["spec"]["volumes"]}
-            for container in template["spec"]["containers"]:
+            for container in [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]:
                 assert {mount["name"] for mount in container["volumeMounts"]} == volumes
 
 
@@ -80,6 +80,20 @@ def test_commands_and_settings_are_millraces(manifests: list[Manifest]) -> None:
     assert {"/tmp", "/dev/shm"} <= mounts
     assert settings.serve.fleet.ray_address == "auto"
     assert settings.train.ray_address == "http://127.0.0.1:8265"
+
+
+def test_what_makes_the_home_is_no_part_of_the_fleet_and_has_its_image_volume_and_settings(
+    manifests: list[Manifest], run: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    assert "kind: Job" not in run("kubectl", "kustomize", FOLDER).stdout
+    job = of("Job", manifests)["spec"]["template"]["spec"]
+    head = of("RayCluster", manifests)["spec"]["headGroupSpec"]["template"]["spec"]
+    for container in (*job["initContainers"], *job["containers"]):
+        check_command(container["args"], SETTINGS)
+        assert container["image"] == head["containers"][0]["image"]
+    assert job["securityContext"] == head["securityContext"]
+    named = [volume for volume in head["volumes"] if "emptyDir" not in volume]
+    assert [volume for volume in job["volumes"] if "emptyDir" not in volume] == named
 
 
 def test_workers_have_room_for_the_replicas_and_for_a_training_job(manifests: list[Manifest]) -> None:
