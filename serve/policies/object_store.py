@@ -25,7 +25,8 @@ from feedback.files import fsync_path
 from serve.policies.folder import PolicyCorrupt, PolicyError, StoreUnreachable
 
 _TIMEOUTS: Final = {"connect_timeout": "5s", "timeout": "60s"}  # the latter per request, and none is for more than
-_LOOK: Final = "10s"
+_LOOK: Final = "5s"
+_SOON: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}  # a connection that idled may be closed
 _CHUNK: Final = 16 << 20  # these bytes, so that 0.3 MB/s are enough
 _RETRIES: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=90)}
 _RESTORE: Final = "restore the object, or publish the policy again"
@@ -78,7 +79,7 @@ class ObjectStore:
             (connection if of_connection else config)[short if of_connection else name.lower()] = value
         with self._reached("be opened"):
             self._store: Any = from_url(self.uri, config=config, client_options=connection, retry_config=_RETRIES)
-            quick = {"client_options": connection | {"timeout": _LOOK}, "retry_config": {"max_retries": 0}}
+            quick = {"client_options": connection | {"timeout": _LOOK}, "retry_config": _SOON}
             self._looking: Any = from_url(self.uri, config=config, **quick)
 
     def read(self, name: str, at_most: int) -> Stored | None:
