@@ -172,7 +172,8 @@ def test_init_makes_policy_1_and_a_config_file_that_loads(model: Path, capsys: p
     assert (loaded["cycle"]["recipe"], loaded["evaluation"]["scorer"]) == ("auto", "reward_model")
     assert 0 < loaded["evaluation"]["holdout"] < 1
     written = Path("millrace.yaml").read_text()
-    assert len(re.findall(r"^ *[a-z]", written, re.MULTILINE)) <= 12
+    assert len(re.findall(r"^ *[a-z]", written, re.MULTILINE)) <= 13
+    assert loaded["train"]["rollout"]["max_tokens"] == 64  # half of this model's short context
     rest = written[written.index("# feedback:") :]  # what is commented out can be switched on
     Path("on.yaml").write_text(re.sub("^# ?", "", rest, flags=re.MULTILINE))
     scoring = root.load(Path("on.yaml"), [], {}).feedback.scoring
