@@ -34,6 +34,7 @@ _TRANSFERS: Final = 4  # files, and parts of an upload, at the same time
 _LONGEST: Final = 500  # characters of the client's own message
 _ELAPSED: Final = re.compile(r" in [\d.]+(n|µ|m)?s\b")  # it would make each message another one
 _PROVIDER: Final = re.compile(r"^(aws|azure|google)_")
+_USERINFO: Final = re.compile(r"://[^/@\s]+@")
 _CONNECTION: Final = frozenset(
     [
         "allow_http",
@@ -214,7 +215,7 @@ class ObjectStore:
     def _text(self, error: Exception) -> str:
         """The client's message without its debug output."""
         text = " ".join(str(error).partition("Debug source:")[0].split()) or type(error).__name__
-        return self._redact(_ELAPSED.sub("", text))[:_LONGEST]
+        return self._redact(_USERINFO.sub("://", _ELAPSED.sub("", text)))[:_LONGEST]
 
 
 def _version(found: Any) -> dict[str, str]:

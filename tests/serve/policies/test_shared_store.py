@@ -673,7 +673,9 @@ def test_options_of_the_connection_are_taken_and_no_secret_is_in_a_message(
     with pytest.raises(StoreUnreachable, match="aws_unheard_of") as refused:
         on(broken, tmp_path / "a")
     options.pop("aws_unheard_of")
-    down = PolicyStoreConfig(uri=config.uri, storage_options=options | {"aws_endpoint_url": "http://127.0.0.1:9"})
+    down = PolicyStoreConfig(
+        uri=config.uri, storage_options=options | {"aws_endpoint_url": f"http://u:{secret}@127.0.0.1:9"}
+    )
     with pytest.raises(StoreUnreachable, match=r"s3://bucket/policies") as unreachable:
         on(down, tmp_path / "a").serving()
     shown = f"{refused.value!r}{unreachable.value!r}{down!r}{down.model_dump_json()}"
