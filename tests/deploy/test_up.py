@@ -86,7 +86,7 @@ def test_a_model_is_all_that_an_empty_folder_needs_to_be_served_with_the_loop_op
                 assert "Traceback" not in refused.text
         found = status.look(settings)
         assert found.problems == []
-        assert found.runs == {"up": True, "schedule": True, "cycle": False}
+        assert found.runs == {"serve": True, "up": True, "schedule": True, "cycle": False}
         assert found.server is not None
         assert (found.server["version"], found.server["ready"]) == (1, True)
         assert found.next_cycle is not None

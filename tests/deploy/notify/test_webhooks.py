@@ -151,8 +151,10 @@ def test_each_of_the_four_is_told_once_and_nothing_of_before(
     assert all(one["home"] == str(settings.home) for one in receiver.told)
     # What ends while nobody tells is told by the next start, once.
     cycle(settings, 5, "failed", "its process died")
-    with told(settings):
-        until(lambda: len(receiver.came) == 5)
+    kept = settings.path(FOLDER) / "all.json"
+    before = kept.read_bytes()
+    with told(settings):  # who is stopped between the answer and the note of it tells once more
+        until(lambda: len(receiver.came) == 5 and kept.read_bytes() != before)
     with told(settings):
         cycle(settings, 6, "refused")
         until(lambda: len(receiver.came) == 6)
