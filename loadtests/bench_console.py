@@ -3,8 +3,8 @@
 A real server of a model of 3M parameters answers 16 clients, in turns: with nobody at the console, and with the page
 Now open (its stream of events) while a person turns to another page every five seconds. The order changes from pair to
 pair. ``serving_ratio``: requests a second of the turns with the console over those without, with its 95 % interval.
-``processor_share``: what the server's processes but the engine's used more with the console, over the turn's seconds
-and this machine's processors; processor time is noised less than a rate.
+``console_processor_share``: what the server's processes but the engine's used more with the console, over the turn's
+seconds and this machine's processors; noise moves it less than a rate.
 
 Then, without other load, each page is fetched some times: ``page_ms`` has the median of each as a client sees it,
 the first visit apart, which may start the process that reads the lake. The last line is one JSON object.
