@@ -6,12 +6,15 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.controller import torchrun
 from train.controller.dispatch import Layout
 
 
+@record
 def main(folder: Path, what: str) -> None:
     config = TrainConfig.model_validate(
         {"ranks": 2, "launcher": "torchrun", "start_timeout_s": 100, "step_timeout_s": 100}

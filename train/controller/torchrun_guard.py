@@ -26,14 +26,17 @@ def end_with_starter() -> None:
 def exit_code(failures: Iterable[ProcessFailure]) -> int:
     """128 and the signal that ended a rank, if no rank failed by itself; else 1.
 
-    torchrun ends the ranks that are left by SIGTERM; a rank that lost its peer fails only because of that.
+    torchrun ends the ranks that are left by SIGTERM; a rank that lost its peer fails only because of that. A rank that
+    has recorded an exception failed by that, also if its threads then had the interpreter abort.
     """
     from train.controller.rendezvous import follows_from_another
 
-    failures = list(failures)
-    if any(failure.exitcode > 0 and not follows_from_another(str(failure.message)) for failure in failures):
-        return 1
-    signals = (-failure.exitcode for failure in failures if failure.exitcode < 0)
+    signals = []
+    for failure in failures:
+        if failure.exitcode < 0 and not os.path.isfile(failure.error_file):
+            signals.append(-failure.exitcode)
+        elif not follows_from_another(str(failure.message)):
+            return 1
     return next((SIGNALLED + number for number in signals if number != signal.SIGTERM), 1)
 
 

@@ -55,21 +55,31 @@ def test_a_cycle_that_was_killed_leaves_servers_no_candidate_to_prepare(
     home_with_policy: Settings, tmp_path: Path
 ) -> None:
     log, store = tmp_path / "schedule.log", home_with_policy.policy_store()
-    process = start(changed(home_with_policy, ("schedule.first_after_seconds", "0")), log)
-    found: list[psutil.Process] = []
+    settings = changed(home_with_policy, ("schedule.interval_seconds", "20"), ("schedule.first_after_seconds", "0"))
+    process = start(settings, log)
+    held: list[psutil.Process] = []
 
-    def is_there() -> bool:
+    def is_held() -> bool:
+        """Stop the process of a cycle in its middle; false where there is none, or it is at its begin or its end."""
         for each in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 if (words := each.cmdline())[-1:] == ["cycle"] and "deploy.supervise.subreaper" not in words:
-                    found.append(each)
-        return bool(found)
+                    each.suspend()
+                    while each.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+                        time.sleep(0.01)
+                    found = records.load_all(home_with_policy)
+                    if found and found[-1].status == "running":
+                        held.append(each)
+                        return True
+                    each.resume()
+        return False
 
-    _until(is_there, process, log)
-    found[0].suspend()
+    _until(is_held, process, log)
+    number = records.load_all(home_with_policy)[-1].number
     store.announce(1)
-    found[0].kill()
+    held[0].kill()
     _until(lambda: store.announced() is None, process, log)
+    assert records.load_all(home_with_policy)[-1].number == number, "no later cycle has withdrawn it"
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0, log.read_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shutil
@@ -263,19 +264,22 @@ async def test_the_end_finishes_requests_seals_every_row_and_leaves_no_process(
     children = descendants(server.process.pid)
     assert children
     body = {"prompt": "the end", "max_tokens": 240, "n": 4, "user": "last"}
-    at_work = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(4)]
-    await asyncio.sleep(0.3)
-    code = await asyncio.to_thread(stop_server, server)
+    at_work = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(3)]
+    async with client.stream("POST", "/generate", json=body | {"stream": True}) as streamed:
+        lines = streamed.aiter_lines()
+        first = await anext(lines)  # by now the server has all of them
+        stopping = asyncio.create_task(asyncio.to_thread(stop_server, server))
+        read = [first, *[line async for line in lines]]
     answers = [await task for task in at_work]
-    assert code == 0, server.log.read_text()[-3000:]
-    assert [answer.status_code for answer in answers] == [200] * 4
-    deadline = time.monotonic() + 5  # multiprocessing's resource tracker sees that its parent is gone, and goes
-    while (left := [child for child in children if is_running(child)]) and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-    assert not left
+    assert await stopping == 0, server.log.read_text()[-3000:]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    data = next(after for line, after in itertools.pairwise(read) if line == "event: done")
+    ended = json.loads(data.removeprefix("data: "))
+    assert not left_of(children)  # multiprocessing's resource tracker sees that its parent is gone, and goes
     assert not list((server.home / "journal").glob("interactions*"))  # all of it is sealed
     recorded = {row["response_id"] for row in server.rows("interactions", "\"user\" = 'last'")}
-    assert recorded == {r["response_id"] for answer in answers for r in answer.json()["responses"]}
+    bodies = [ended, *(answer.json() for answer in answers)]
+    assert recorded == {response["response_id"] for body in bodies for response in body["responses"]}
     assert "Traceback" not in server.log.read_text()
 
 

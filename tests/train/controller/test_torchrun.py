@@ -71,7 +71,7 @@ def test_calls_reach_two_ranks_by_their_rules_without_ray(tmp_path: Path, enviro
 def test_a_rank_that_raises_ends_all_with_its_traceback(tmp_path: Path, environment: dict[str, str]) -> None:
     process = start(tmp_path, "raises", environment)
     output = output_of(process, 80)  # the collective that rank 0 waits in has 100 s
-    assert process.returncode == 1
+    assert process.returncode == 1, output
     assert "ArithmeticError: this rank is broken" in output
 
 
@@ -96,6 +96,8 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path, environment
         ([(-11, None), (-15, None)], 139),
         ([(1, "RuntimeError: Connection closed by peer"), (-9, None), (-15, None)], 137),
         ([(1, "ArithmeticError: this rank is broken"), (-15, None), (-9, None)], 1),
+        ([(-6, "ArithmeticError: this rank is broken"), (-15, None)], 1),
+        ([(-6, "RuntimeError: Connection closed by peer"), (-9, None)], 137),
         ([(2, None), (-15, None)], 1),
         ([(-15, None)], 1),
         ([(1, "RuntimeError: Connection closed by peer"), (-15, None)], 1),
