@@ -30,8 +30,8 @@ demo: setup      ## turn the whole loop on this machine, from people's feedback 
 # Processes that tests run in, a file of tests in one of them, in order.
 JOBS ?= 2
 
-test: setup      ## run all tests
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: setup      ## run all tests; a few that fail are run once more, alone, and named
+	$(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cluster: setup ## a fleet and a training on two nodes of Ray, one of which is killed; needs root: about 10 minutes
 	$(BIN)/python -m pytest -m cluster -s tests/loop/test_cluster.py $(ARGS)
