@@ -359,10 +359,7 @@ class _Planner:
     def _held(self, role: str) -> Memory:
         how = self._how(role)
         if role == "reference":
-            if self.shares_actor:
-                return Counter()
-            held = memory.held_frozen(self.models.policy.shape, how)
-            return Counter(unsharded=held["unsharded"]) if how.host else held
+            return Counter() if self.shares_actor or how.host else memory.held_frozen(self.models.policy.shape, how)
         return Counter() if how.host else memory.held(self._model(role).shape, how)
 
     def _offloaded(self) -> int:
@@ -372,7 +369,7 @@ class _Planner:
         for role in roles:
             shape, how = self._model(role).shape, self._how(role)
             if role == "reference":
-                total += 0 if self.shares_actor else memory.held_frozen(shape, how)["weights"]
+                total += 0 if self.shares_actor else memory.held_frozen(shape, how).total()
             else:
                 total += memory.held(shape, how).total() + memory.MASTER * shape.trained // how.shards
         return total

@@ -125,7 +125,7 @@ def test_this_machines_own_commands_may_ask_and_a_revoked_key_is_worthless_withi
     codes = []
     for change, wanted in ((lambda: None, 200), (lambda: revoke_key(path, "short"), 401)):
         change()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             code = httpx.get(f"{server.url}/policy", headers=bearer(secret)).status_code
             if code == wanted:
