@@ -72,14 +72,18 @@ def test_a_cycle_that_was_killed_leaves_servers_no_candidate_to_prepare(
                     each.resume()
         return False
 
-    for attempt in range(1, 11):  # on a busy machine a cycle may be over before it is found
+    def is_held_or_over() -> bool:
+        states = _states(settings)
+        return is_held() or (len(states) == starts and "running" not in states)
+
+    starts = 0
+    while not held:  # on a busy machine a cycle may be over before it is found
+        starts += 1
+        assert starts <= 10, log.read_text()
         process = start(settings, log)
-        _until(
-            lambda: is_held() or len(_states(settings)) == attempt and "running" not in _states(settings), process, log
-        )
-        if held:
-            break
-        stop(process, log)
+        _until(is_held_or_over, process, log)
+        if not held:
+            stop(process, log)
     store.announce(1)
     held[0].kill()
     _until(lambda: store.announced() is None, process, log)
