@@ -30,11 +30,13 @@ from train.data.rewards import Reward, RewardFunction, logged_responses, try_rew
 from train.dataflows.base import Data, Dataflow, Run
 from train.observe.health import check_health
 from train.observe.hooks import RunInfo
-from train.observe.progress import StepTimer, progress_bar, say, say_step, seconds_by_part
+from train.observe.progress import StepProgress, StepTimer, say, seconds_by_part
+from train.observe.resources import ResourceMonitor
 from train.observe.trackers import Watchers
 from train.run.checkpoints import Checkpoints
 from train.run.erasures import Erasures
 from train.run.publish import publish
+from train.run.record import keep_data
 from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run
 from train.run.reward_model import keep, publish_reward_model
 from train.run.unfinished import Stores, forget
@@ -87,6 +89,7 @@ def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None
         erasures = Erasures(lake, begun.start.lake_versions, config)
         try:
             data = read_data(dataflow, config, context, lake, begun, seed)
+            keep_data(context.folder, data, data.usable)
             config = dataflow.settled(config, data)
             trial = partial(on_logged_responses, config, context, lake, begun)
             if reward is not None and config.placement.reward is None:  # a pool may have a device that is not here
@@ -130,7 +133,7 @@ def train(
     with (
         Watchers(info, history) as watchers,
         start_groups(config, parent.path, seed=seed, reward=reward, trial=trial, pools=pools) as groups,
-        progress_bar() as bar,
+        StepProgress(context.run, first, config.steps) as shown,
     ):
         timer = StepTimer()
         checkpoints = Checkpoints(config.checkpoint, context, groups.trained, watchers.checkpoint)
@@ -143,16 +146,16 @@ def train(
         else:
             seed_all(seed)
         say(f"{context.run}: workers up after {time.monotonic() - started:.0f} s")
+        resources = ResourceMonitor(config, context.folder, parent.path, groups.by_pool(config.placement), groups.actor)
+        say(f"{context.run}: {resources.begin()}")
         watchers.start()
-        task = bar.add_task(context.run, total=config.steps, completed=first)
         for step in range(first, config.steps):
             timer.start()
             metrics = flow.step(step)
-            metrics |= timer.metrics(metrics["tokens"])
+            metrics |= timer.metrics(metrics["tokens"]) | resources.step()
             history.append(metrics)
             watchers.step(step, metrics)
-            bar.advance(task)
-            say_step(context.run, step, config.steps, metrics)
+            shown.step(step, metrics)
             check_health(config, history)
             erasures.check_between_steps(context.run)
             checkpoints.collect()
@@ -168,6 +171,7 @@ def train(
                     )
                 )
         checkpoints.collect(wait=True)
+        say(f"{context.run}: {resources.end()}")
         trains_policy, target = config.algorithm.trains_policy, stores.of(config.algorithm.name)
         publishing = time.monotonic()
         trained = (target, parent, groups.actor, config, context, begun.start, history)
