@@ -128,10 +128,10 @@ def train(
     say(f"{context.run}: starting the workers")
     parent, progress = begun.parent, begun.progress
     first = progress.step if progress else 0
-    info = RunInfo(context.run, context.folder, parent.version, first, config.steps, config)
+    info = RunInfo(context.run, context.folder, parent.version, first, config.steps, config, tuple(history))
 
     with (
-        Watchers(info, history) as watchers,
+        Watchers(info) as watchers,
         start_groups(config, parent.path, seed=seed, reward=reward, trial=trial, pools=pools) as groups,
         StepProgress(context.run, first, config.steps) as shown,
     ):

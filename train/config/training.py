@@ -133,7 +133,8 @@ class TrainConfig(Section):
     )
     trackers: list[str] = Field(
         [],
-        description="module:function, each called with the run, of more trackers: see train.observe.trackers.Tracker.",
+        description="Trackers beside metrics.jsonl and TensorBoard: wandb, mlflow, or module:function, called with the "
+        "run, of your own (train.observe.trackers.Tracker).",
     )
     hooks: list[str] = Field(
         [], description="module:function, each called with the run, of hooks: see train.observe.hooks.Hook."
