@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from pathlib import Path
 
 from feedback.config import ScoringConfig
 from feedback.lake.tables import Lake, LakeError
@@ -33,6 +34,7 @@ from train.observe.hooks import RunInfo
 from train.observe.progress import StepProgress, StepTimer, say, seconds_by_part
 from train.observe.resources import ResourceMonitor
 from train.observe.trackers import Watchers
+from train.run.best_weights import BestWeights, best_of, folder_of
 from train.run.checkpoints import Checkpoints
 from train.run.erasures import Erasures
 from train.run.publish import publish
@@ -76,7 +78,8 @@ def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None
             say(f"{context.run}: was finished before, it published {begun.finished.published}")
             if begun.finished.reward_model is not None:
                 keep(stores.reward_models, begun.finished.reward_model)
-            shutil.rmtree(checkpoints_of(context), ignore_errors=True)
+            for left in (checkpoints_of(context), folder_of(context.folder)):
+                shutil.rmtree(left, ignore_errors=True)
             return begun.finished
         held.enter_context(stores.policies.hold(begun.parent.version))
         if config.samples and (cut := rollout_cache(config, begun.parent.path).cut("train.rollout")):
@@ -136,7 +139,13 @@ def train(
         StepProgress(context.run, first, config.steps) as shown,
     ):
         timer = StepTimer()
-        checkpoints = Checkpoints(config.checkpoint, context, groups.trained, watchers.checkpoint)
+        best = BestWeights(config, context.folder, groups.actor)
+
+        def on_saved(steps: int, folder: Path) -> None:
+            best.prune(history)
+            watchers.checkpoint(steps, folder)
+
+        checkpoints = Checkpoints(config.checkpoint, context, groups.trained, on_saved)
         flow = dataflow(Run(config, context, groups, data, seed, timer))
         if begun.checkpoint is not None and progress is not None:
             for part, group in groups.trained.items():
@@ -157,6 +166,7 @@ def train(
             watchers.step(step, metrics)
             shown.step(step, metrics)
             check_health(config, history)
+            best.look(history)
             erasures.check_between_steps(context.run)
             checkpoints.collect()
             if checkpoints.due(step + 1):
@@ -176,7 +186,10 @@ def train(
         publishing = time.monotonic()
         trained = (target, parent, groups.actor, config, context, begun.start, history)
         if trains_policy:
-            published = publish(*trained, data, erasures.check())
+            chosen = best_of(context.folder, history) if config.keep == "best" else None
+            if chosen is not None:
+                say(f"{context.run}: step {chosen.step} was the best, held out: reward {chosen.reward:.3f}")
+            published = publish(*trained, data, erasures.check(), chosen)
         else:
             assert isinstance(data, OfflineData)
             published = publish_reward_model(*trained, data, erasures.check())
@@ -184,6 +197,7 @@ def train(
         if not trains_policy:
             keep(target, published.version)
         shutil.rmtree(checkpoints_of(context))  # the run is finished: its name returns this result from here on
+        shutil.rmtree(folder_of(context.folder), ignore_errors=True)
         work = seconds_by_part(history) | {"publish": time.monotonic() - publishing}
         seconds = time.monotonic() - started
         last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}

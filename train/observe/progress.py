@@ -24,6 +24,8 @@ _SHOWN: Final = {
     "held_out_at_start/loss": "held out at the start: loss {:.4f}",
     "held_out_at_start/margin": "margin {:.3f}",
     "held_out_at_start/accuracy": "accuracy {:.2f}",
+    "held_out_at_start/reward": "held out at the start: reward {:.3f}",
+    "held_out/reward": "held out: reward {:.3f}",
     "held_out/loss": "held out: loss {:.4f}",
     "held_out/margin": "margin {:.3f}",
     "held_out/accuracy": "accuracy {:.2f}",

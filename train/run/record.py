@@ -21,7 +21,7 @@ METRICS: Final = "metrics.jsonl"
 RESOURCES: Final = "resources.json"
 ERROR: Final = "error.txt"
 
-_BEST: Final = (("reward", max), ("held_out/loss", min), ("loss", min))
+_BEST: Final = (("held_out/reward", max), ("reward", max), ("held_out/loss", min), ("loss", min))
 """The first of these that a run has says which of its steps was the best."""
 
 
