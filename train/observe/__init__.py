@@ -1,5 +1,5 @@
 """What is seen of a run: ``progress`` (what it prints, and the timer of its steps), ``health`` (numbers to watch, and
 when they end a run), ``resources`` (the model's size, its ranks, their memory, the FLOP/s of updates), ``trackers``
-(where metrics go: a file, TensorBoard, your own) with ``wandb_tracker`` and ``mlflow_tracker`` (ready, if their
-packages are there), ``hooks`` (your code at a run's turning points).
+(where metrics go: a file, TensorBoard, your own), ``wandb_tracker`` (to Weights & Biases), ``mlflow_tracker`` (to
+MLflow), ``hooks`` (your code at a run's turning points).
 """
