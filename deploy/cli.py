@@ -45,7 +45,7 @@ COMMANDS: Final = {
     "cycle": "deploy.commands.loop:cycle",
     "policies": "deploy.commands.policy:policies",
     "reward-models": "deploy.commands.policy:reward_models",
-    "runs": "deploy.commands.policy:runs",
+    "runs": "deploy.commands.runs:runs",
     "promote": "deploy.commands.policy:promote",
     "rollback": "deploy.commands.policy:rollback",
     "history": "deploy.commands.policy:history",

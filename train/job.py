@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from pathlib import Path
 
 from feedback.config import ScoringConfig
 from feedback.lake.tables import Lake, LakeError
@@ -30,11 +31,14 @@ from train.data.rewards import Reward, RewardFunction, logged_responses, try_rew
 from train.dataflows.base import Data, Dataflow, Run
 from train.observe.health import check_health
 from train.observe.hooks import RunInfo
-from train.observe.progress import StepTimer, progress_bar, say, say_step, seconds_by_part
+from train.observe.progress import StepProgress, StepTimer, say, seconds_by_part
+from train.observe.resources import ResourceMonitor
 from train.observe.trackers import Watchers
+from train.run.best_weights import BestWeights, best_of, folder_of
 from train.run.checkpoints import Checkpoints
 from train.run.erasures import Erasures
 from train.run.publish import publish
+from train.run.record import keep_data
 from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run
 from train.run.reward_model import keep, publish_reward_model
 from train.run.unfinished import Stores, forget
@@ -74,7 +78,8 @@ def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None
             say(f"{context.run}: was finished before, it published {begun.finished.published}")
             if begun.finished.reward_model is not None:
                 keep(stores.reward_models, begun.finished.reward_model)
-            shutil.rmtree(checkpoints_of(context), ignore_errors=True)
+            for left in (checkpoints_of(context), folder_of(context.folder)):
+                shutil.rmtree(left, ignore_errors=True)
             return begun.finished
         held.enter_context(stores.policies.hold(begun.parent.version))
         if config.samples and (cut := rollout_cache(config, begun.parent.path).cut("train.rollout")):
@@ -87,6 +92,7 @@ def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None
         erasures = Erasures(lake, begun.start.lake_versions, config)
         try:
             data = read_data(dataflow, config, context, lake, begun, seed)
+            keep_data(context.folder, data, data.usable)
             config = dataflow.settled(config, data)
             trial = partial(on_logged_responses, config, context, lake, begun)
             if reward is not None and config.placement.reward is None:  # a pool may have a device that is not here
@@ -125,15 +131,21 @@ def train(
     say(f"{context.run}: starting the workers")
     parent, progress = begun.parent, begun.progress
     first = progress.step if progress else 0
-    info = RunInfo(context.run, context.folder, parent.version, first, config.steps, config)
+    info = RunInfo(context.run, context.folder, parent.version, first, config.steps, config, tuple(history))
 
     with (
-        Watchers(info, history) as watchers,
+        Watchers(info) as watchers,
         start_groups(config, parent.path, seed=seed, reward=reward, trial=trial, pools=pools) as groups,
-        progress_bar() as bar,
+        StepProgress(context.run, first, config.steps) as shown,
     ):
         timer = StepTimer()
-        checkpoints = Checkpoints(config.checkpoint, context, groups.trained, watchers.checkpoint)
+        best = BestWeights(config, context.folder, groups.actor)
+
+        def on_saved(steps: int, folder: Path) -> None:
+            best.prune(history)
+            watchers.checkpoint(steps, folder)
+
+        checkpoints = Checkpoints(config.checkpoint, context, groups.trained, on_saved)
         flow = dataflow(Run(config, context, groups, data, seed, timer))
         if begun.checkpoint is not None and progress is not None:
             for part, group in groups.trained.items():
@@ -143,17 +155,18 @@ def train(
         else:
             seed_all(seed)
         say(f"{context.run}: workers up after {time.monotonic() - started:.0f} s")
+        resources = ResourceMonitor(config, context.folder, parent.path, groups.by_pool(config.placement), groups.actor)
+        say(f"{context.run}: {resources.begin()}")
         watchers.start()
-        task = bar.add_task(context.run, total=config.steps, completed=first)
         for step in range(first, config.steps):
             timer.start()
             metrics = flow.step(step)
-            metrics |= timer.metrics(metrics["tokens"])
+            metrics |= timer.metrics(metrics["tokens"]) | resources.step()
             history.append(metrics)
             watchers.step(step, metrics)
-            bar.advance(task)
-            say_step(context.run, step, config.steps, metrics)
+            shown.step(step, metrics)
             check_health(config, history)
+            best.look(history)
             erasures.check_between_steps(context.run)
             checkpoints.collect()
             if checkpoints.due(step + 1):
@@ -168,11 +181,15 @@ def train(
                     )
                 )
         checkpoints.collect(wait=True)
+        say(f"{context.run}: {resources.end()}")
         trains_policy, target = config.algorithm.trains_policy, stores.of(config.algorithm.name)
         publishing = time.monotonic()
         trained = (target, parent, groups.actor, config, context, begun.start, history)
         if trains_policy:
-            published = publish(*trained, data, erasures.check())
+            chosen = best_of(context.folder, history) if config.keep == "best" else None
+            if chosen is not None:
+                say(f"{context.run}: step {chosen.step} was the best, held out: reward {chosen.reward:.3f}")
+            published = publish(*trained, data, erasures.check(), chosen)
         else:
             assert isinstance(data, OfflineData)
             published = publish_reward_model(*trained, data, erasures.check())
@@ -180,6 +197,7 @@ def train(
         if not trains_policy:
             keep(target, published.version)
         shutil.rmtree(checkpoints_of(context))  # the run is finished: its name returns this result from here on
+        shutil.rmtree(folder_of(context.folder), ignore_errors=True)
         work = seconds_by_part(history) | {"publish": time.monotonic() - publishing}
         seconds = time.monotonic() - started
         last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}

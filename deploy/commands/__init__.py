@@ -1,7 +1,8 @@
 """The commands of ``millrace``, one file per family. What is heavy is imported when a command runs.
 
 ``service`` (up, serve, schedule), ``loop`` (score, train, evaluate, cycle), ``harness`` (evaluate --harness),
-``estimate`` (estimate), ``policy`` (init, promote, rollback, history, and lists of policies, reward models and runs),
+``estimate`` (estimate), ``policy`` (init, promote, rollback, history, and lists of policies and reward models),
+``runs`` (lists, shows and compares training runs),
 ``inspect`` (status, report, doctor), ``plan`` (plan), ``lake`` (the group of that name) with ``query`` (lake sql, lake
 stats) and ``maintenance`` (lake compact, vacuum, retain, erase, maintain), ``data`` (data export, data import),
 ``suite`` (suite sample, add, show), ``decisions`` (decisions list, show, verify; power), ``experiment`` (experiment

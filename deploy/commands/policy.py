@@ -1,4 +1,4 @@
-"""init, promote, rollback, history: the policy store; policies, reward-models, runs: what is kept of them."""
+"""init, promote, rollback, history: the policy store; policies, reward-models: what is kept of them."""
 
 from __future__ import annotations
 
@@ -127,29 +127,6 @@ def reward_models(ctx: click.Context, settings: Settings, as_json: bool) -> None
     print_table(columns, rows, "no reward model was trained yet: cycle.recipe rlhf trains one")
 
 
-@click.group(invoke_without_command=True)
-@as_json_option
-@pass_settings
-@click.pass_context
-def runs(ctx: click.Context, settings: Settings, as_json: bool) -> None:
-    """List the training runs, and what each came to."""
-    from train.run.retention import run_folders
-
-    if ctx.invoked_subcommand is not None:
-        return
-    folder = settings.resolved().train.runs
-    rows = []
-    for run in run_folders(folder):
-        result = run.result
-        ended = "-" if result is None else result.reason or result.published
-        rows.append([run.name, f"{run.at:%Y-%m-%d %H:%M:%S}", run.state, f"{run.bytes / 2**20:.1f} MiB", ended])
-    columns = ["run", "last at work (UTC)", "state", "checkpoints", "result"]
-    if as_json:
-        click.echo(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
-        return
-    print_table(columns, rows, f"no runs in {folder}")
-
-
 def _policies(settings: Settings) -> dict[str, Kept]:
     from train.run.unfinished import needed_by_runs
 
@@ -260,34 +237,6 @@ def _with_retention(group: click.Group, what: str, plural: str, setting: str, st
 
 _with_retention(policies, "policy", "policies", "serve.retention", _policies)
 _with_retention(reward_models, "reward model", "reward models", "train.reward_model.retention", _reward_models)
-
-
-@runs.command("prune")
-@dry_run_option
-@json_out
-@pass_settings
-def prune_runs(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
-    """Remove the checkpoints of runs that train.retention doesn't keep; all else of a run stays.
-
-    The schedule does it after the lake's maintenance.
-    """
-    from deploy.loop.records import load_all
-    from train.run.retention import kept_runs, run_folders
-    from train.run.unfinished import give_up
-
-    train = settings.resolved().train
-    trained = [record for record in load_all(settings) if record.run is not None][-1:]
-    last = [run for record in trained for run in (record.run, *(stage.run for stage in record.stages)) if run]
-    found = run_folders(train.runs)
-    stay = kept_runs(found, train.retention, last)
-    gone = [run for run in found if run.state == "unfinished" and run.name not in stay]
-    removed = [run.name for run in gone] if dry_run else give_up(run.folder for run in gone)
-    for name, reason in sorted((stay | {run.name: "at work" for run in gone if run.name not in removed}).items()):
-        click.echo(f"run {name}: kept ({reason})")
-    size = sum(run.bytes for run in gone if run.name in removed)
-    verb = "would remove" if dry_run else "removed"
-    click.echo(f"{verb} the checkpoints of runs: {', '.join(removed) or 'none'} ({size / 2**20:.1f} MiB)")
-    write_result({"removed": removed, "kept": stay, "bytes": size, "dry_run": dry_run}, json_out)
 
 
 @click.command()

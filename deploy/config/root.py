@@ -534,6 +534,13 @@ class Settings(Section):
         suite = self.path(self.evaluation.suite)
         left_out = suite if suite.is_file() and not held_out else None
         train = self.resolved().train.excluding(left_out, self.evaluation.holdout)
+        judged_by = [suite, *(self.path(of.path) for of in self.evaluation.suites.values())]
+        if train.keep == "best" and train.evaluate_suite in judged_by:
+            raise ConfigError(
+                f"train.evaluate_suite={train.evaluate_suite} chooses the candidate (train.keep=best), and policies "
+                "are judged by it too, so that the choice would look like an improvement. Name another suite, or set "
+                "train.keep to last"
+            )
         for of in self.evaluation.suites.values() if not held_out else ():
             train = train.excluding(self.path(of.path), self.evaluation.holdout)
         if not reward_model and not held_out:

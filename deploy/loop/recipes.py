@@ -148,4 +148,5 @@ def _offline_config(settings: Settings, algorithm: str) -> TrainConfig:
     data = {name: value for name, value in values["data"].items() if name not in sampled}
     sizes = {name: values["rollout"][name] for name in ("max_tokens", "max_model_len")}
     values |= {"algorithm": {"name": algorithm}, "data": data, "rollout": sizes, "epochs": 1}
+    values |= {"evaluate_suite": None, "keep": "last"}
     return TrainConfig.model_validate(values)

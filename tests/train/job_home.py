@@ -26,6 +26,7 @@ from tests.paths import ROOT
 
 USERS_CODE = """
 import random
+from hashlib import sha256
 from train.observe.hooks import Hook
 
 def reward(batch):
@@ -45,6 +46,8 @@ class Diary(Hook):
 
     def on_checkpoint(self, steps, folder):
         self.note("checkpoint", steps)
+        for weights in folder.parent.parent.glob("best/step-*/candidate/model.safetensors"):
+            self.note("best", int(weights.parts[-3].removeprefix("step-")), sha256(weights.read_bytes()).hexdigest())
 
     def on_end(self, result, error):
         self.note("end", result and result.candidate, error)

@@ -116,6 +116,21 @@ class TrainConfig(Section):
         None, description="module:class of a dataflow of your own, a subclass of train.dataflows.base.Dataflow."
     )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="The algorithm.")
+    evaluate_suite: Path | None = Field(
+        None,
+        description="Suite of prompts, relative to home, that nothing is learned from and that the policy in training "
+        "answers greedily as it goes, for the run's own reward; not the gate's.",
+    )
+    evaluate_every: int = Field(
+        10,
+        ge=1,
+        description="Steps from one such evaluation to the next; at the start and at the end there is one too.",
+    )
+    keep: Literal["last", "best"] = Field(
+        "last",
+        description="Which weights become the candidate: those after the last step, or after the step with the highest "
+        "mean reward on train.evaluate_suite.",
+    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="How the weights in training are spread.")
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters in place of all weights.")
@@ -133,7 +148,8 @@ class TrainConfig(Section):
     )
     trackers: list[str] = Field(
         [],
-        description="module:function, each called with the run, of more trackers: see train.observe.trackers.Tracker.",
+        description="Trackers beside metrics.jsonl and TensorBoard: wandb, mlflow, or module:function, called with the "
+        "run, of your own (train.observe.trackers.Tracker).",
     )
     hooks: list[str] = Field(
         [], description="module:function, each called with the run, of hooks: see train.observe.hooks.Hook."
@@ -152,7 +168,8 @@ class TrainConfig(Section):
             }
         )
         reward_model = self.reward_model.model_copy(update={"folder": path(self.reward_model.folder)})
-        parts = {"algorithm": algorithm, "data": data, "reward_model": reward_model}
+        suite = None if self.evaluate_suite is None else path(self.evaluate_suite)
+        parts = {"algorithm": algorithm, "data": data, "reward_model": reward_model, "evaluate_suite": suite}
         return self.model_copy(update={"runs": path(self.runs), **parts})
 
     def of_reward_model(self) -> TrainConfig:
@@ -230,6 +247,9 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _can_work(self) -> TrainConfig:
         self.algorithm = self.algorithm.with_lengths(self.rollout.max_tokens)
+        _evaluation_suits(self)
+        if self.evaluate_suite is not None:
+            self.data = self.excluding(self.evaluate_suite, 0.0).data
         _placement_suits(self)
         _ranks_divide(self)
         _shares_are_prompts(self)
@@ -271,6 +291,17 @@ def _placement_suits(config: TrainConfig) -> None:
         )
     if config.launcher == "torchrun" and config.ray_address:
         raise ValueError(f"train.ray_address={config.ray_address} needs train.launcher=ray")
+
+
+def _evaluation_suits(config: TrainConfig) -> None:
+    if config.keep == "best" and config.evaluate_suite is None:
+        raise ValueError("train.keep=best needs train.evaluate_suite, by whose rewards the best step is known; set it")
+    if config.evaluate_suite is not None and not config.samples:
+        raise ValueError(
+            f"train.evaluate_suite={config.evaluate_suite} is answered by what samples responses, and this run samples "
+            f"nothing (train.algorithm.name={config.algorithm.name}, train.data.traffic_share="
+            f"{config.data.traffic_share:g}); take it out"
+        )
 
 
 def _ranks_divide(config: TrainConfig) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch.distributed
 
 from train.checkpoint.random_state import seed_all
+from train.controller.dispatch import dispatch, to_all_gathered
+from train.controller.usage import Device, Usage, peak_memory, reset_peak_memory, this_device
 from train.import_object import import_object
 
 
@@ -26,6 +28,17 @@ class Worker:
         self.peers, self.before = peers, before
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
+
+    @dispatch(to_all_gathered)
+    def device(self, _: None = None) -> Device:
+        """Where each rank computes; its peak of memory counts from here on."""
+        reset_peak_memory()
+        return this_device()
+
+    @dispatch(to_all_gathered)
+    def usage(self, _: None = None) -> Usage:
+        """What each rank has used since ``device``."""
+        return Usage(peak_memory())
 
     def rest(self) -> None:
         """Drop what is of the run that has ended; nothing is called from here on, but ``lend`` of a rollout."""

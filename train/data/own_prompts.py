@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from evaluation.suites.suite import Suite
 from feedback.datasets import Prompt
 from feedback.exchange import record_files, trl
 from feedback.exchange.record_files import Record, RecordError
@@ -77,6 +78,27 @@ def read_all(
         sha256 = record_files.sha256(source.path, source.split)
         counts = dict(sorted(left_out.items()))
         found.append(OwnPrompts(source.path, sha256, rows, source.weight, prompts, counts))
+    return found
+
+
+def of_suite(suite: Suite, policy: Path, longest: int) -> list[Prompt]:
+    """The prompts of a suite's items, in order; an item's answer is the metadata that a scorer compares with.
+
+    Raises:
+        ValueError: an item has more than ``longest`` tokens, or is one that the tokenizer or chat template fails on.
+    """
+    from transformers import AutoTokenizer
+
+    text, found = Text(AutoTokenizer.from_pretrained(policy)), []
+    for item in suite.items:
+        where = f"train.evaluate_suite={suite.path}, line {suite.lines[item.id]}"
+        try:
+            rendered, messages, token_ids = text.prompt(item.text_or_messages)
+        except Exception as error:  # a template is a program, which may raise anything
+            raise ValueError(f"{where}: the chat template fails on item {item.id}: {error}") from error
+        if not 0 < len(token_ids) <= longest:
+            raise ValueError(f"{where}: item {item.id} has {len(token_ids)} tokens, and a prompt from 1 to {longest}")
+        found.append(Prompt(rendered, messages, token_ids, item.scorer_metadata()))
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from evaluation.suites.held_out import HELD_OUT, IN_SLICE, HeldOut
+from evaluation.suites.suite import Suite
 from feedback.datasets import Prompt, prompts, redacted
 from feedback.lake.tables import Lake
 from serve.policies.store import MANIFEST
@@ -37,6 +38,7 @@ class TrainingData:
     digest: str  # of all of it
     own: list[OwnPrompts] = field(default_factory=list)  # of train.data.prompts, in their order
     learned_prompts: frozenset[str] = frozenset()  # hashes of them all, as suites know prompts
+    held_out: Sequence[Prompt] = ()  # of train.evaluate_suite
 
     @classmethod
     def of(
@@ -57,7 +59,8 @@ class TrainingData:
         Raises:
             feedback.lake.tables.LakeError: it can't be read any more.
             evaluation.suites.suite.SuiteError: a suite whose prompts are to be left out can't be read.
-            ValueError: train.rollout leaves no room for a prompt in the model's context; or
+            ValueError: train.rollout leaves no room for a prompt in the model's context, or for one of
+                train.evaluate_suite; or
                 ``feedback.exchange.record_files.RecordError``, a file of train.data.prompts can't be read.
         """
         data = config.data
@@ -110,6 +113,11 @@ class TrainingData:
         asked_for = Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts")
         if own:
             content += repr([of.prompts for of in own])
+        evaluated: list[Prompt] = []
+        if config.evaluate_suite is not None:
+            longest = longest_prompt(config.rollout, policy)
+            evaluated = own_prompts.of_suite(Suite.load(config.evaluate_suite), policy, longest)
+            content += repr(evaluated)
         read = [*usable, *(prompt for of in own for prompt in of.prompts)]
         return cls(
             learned_prompts=frozenset(traffic.learned_prompts if traffic is not None else ()).union(
@@ -121,6 +129,7 @@ class TrainingData:
             left_out=sum(traffic.left_out.values()) if traffic is not None else 0,
             digest=hashlib.sha256(content.encode()).hexdigest(),
             own=own,
+            held_out=evaluated,
         )
 
     @property

@@ -22,7 +22,7 @@ from train.controller.worker_group import Pending
 from train.data import pass_rates
 from train.data.prompts import TrainingData
 from train.data.rewards import Rewards, check_rewards, commonest
-from train.data.samples import Informative, Scored, score
+from train.data.samples import Informative, Scored, score, table_of
 from train.dataflows.base import Dataflow, Run
 from train.objectives.kl import adapted_coefficient
 from train.observe.health import Drawn, at_end, health
@@ -73,6 +73,7 @@ class Online(Dataflow):
         self.run.groups.reshard()
 
     def step(self, step: int) -> dict[str, float]:
+        at_start = self.measure(step, "held_out_at_start") if step == 0 else {}
         fresh = self.fresh(step)
         drawn = self.select(fresh, self.logged(step, fresh))
         whole_groups = self.algorithm.whole_groups
@@ -91,7 +92,8 @@ class Online(Dataflow):
         if self.own and step + 1 == self.run.config.steps:
             assert self.run.config.data.pass_rate is not None
             pass_rates.keep(self.run.context.folder, self.run.config.data.pass_rate, self.solved)
-        return metrics | self.adapt_kl(metrics)
+        due = (step + 1) % self.run.config.evaluate_every == 0 or step + 1 == self.run.config.steps
+        return metrics | self.adapt_kl(metrics) | at_start | (self.measure(step, "held_out") if due else {})
 
     # ------------------------------------------------------------------------------------------ what is learned from
 
@@ -143,6 +145,24 @@ class Online(Dataflow):
     def is_enough(self, batch: PackedBatch) -> bool:
         """Whether every rank gets a part of the batch."""
         return len(batch.units()) >= self.run.config.data_parallel_ranks
+
+    def measure(self, step: int, name: str) -> dict[str, float]:
+        """The rewards of greedy responses to the prompts of ``train.evaluate_suite``, of the policy as it is."""
+        prompts, groups = self.run.data.held_out, self.run.groups
+        if not prompts or groups.rollout is None:
+            return {}
+        if self.ahead is not None:  # then generation has the weights of before this step
+            groups.reshard()
+        sampled: Samples = groups.rollout.generate([p.prompt_token_ids for p in prompts], n=0, greedy=True)
+        samples = [(prompt, of[0]) for prompt, of in zip(prompts, sampled, strict=True)]
+        found = self.rewards(step, table_of(samples))
+        rewards = [reward for reward in found.values if reward is not None]
+        self.run.timer.record("held_out")
+        return {
+            **({f"{name}/reward": sum(rewards) / len(rewards)} if rewards else {}),
+            f"{name}/response_length": sum(len(sample.token_ids) for _, sample in samples) / len(samples),
+            f"{name}/unrewarded": float(len(samples) - len(rewards)),
+        }
 
     # ------------------------------------------------------------------------------------------------------ learning
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.utils import is_flash_attn_2_available
 
 from train.batch.packed import PackedBatch
-from train.batch.prompt_rows import all_rows, fewest_rows
+from train.batch.prompt_rows import Rows, all_rows, fewest_rows
 from train.config.sections import FsdpConfig, LoraConfig
 from train.model.attention import IMPLEMENTATION, packed, share_sequences, use_packed_attention
 from train.model.attention_calls import Packing
@@ -220,10 +220,7 @@ def outputs_at(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     group = sequence_parallel_group(model)
     packs = model.config._attn_implementation == IMPLEMENTATION
-    if packs:
-        rows = fewest_rows(batch.tokens, batch.cu_seqlens, batch.prompt_lengths, places)
-    else:
-        rows = all_rows(batch.lengths.tolist())
+    rows = rows_for(model, batch, places)
     by_row = rows.of_token[places].argsort(stable=True)
     at = rows.of_token[places][by_row]
     ulysses = None if group is None else Ulysses(group, len(rows.tokens))
@@ -247,6 +244,13 @@ def outputs_at(
         owner = torch.searchsorted(bounds, at, right=True)
         outputs = ulysses.everywhere(outputs, owner.bincount(minlength=ulysses.size).tolist())
     return outputs[by_row.argsort().to(device)]
+
+
+def rows_for(model: nn.Module, batch: PackedBatch, places: Tensor) -> Rows:
+    """The rows that the model runs for its output at some tokens of a batch; ``places`` as of ``outputs_at``."""
+    if model.config._attn_implementation == IMPLEMENTATION:
+        return fewest_rows(batch.tokens, batch.cu_seqlens, batch.prompt_lengths, places)
+    return all_rows(batch.lengths.tolist())
 
 
 def export(

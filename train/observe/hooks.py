@@ -12,7 +12,7 @@ slow one makes the run slow; one that raises ends the run, with an error that na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,10 @@ class HookError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run, as trackers and hooks get it. ``first_step`` is above 0 when a killed run goes on from a checkpoint."""
+    """The run, as trackers and hooks get it. ``first_step`` is above 0 when a killed run goes on from a checkpoint.
+
+    ``history``: the metrics of the steps before ``first_step``.
+    """
 
     name: str
     folder: Path
@@ -39,6 +42,7 @@ class RunInfo:
     first_step: int
     steps: int
     config: TrainConfig
+    history: Sequence[Mapping[str, float]] = ()
 
 
 class Hook:

@@ -1,16 +1,17 @@
-"""Where a run's metrics go: ``metrics.jsonl``, a line per step; TensorBoard; and what ``train.observe.trackers`` names.
+"""Where a run's metrics go: ``metrics.jsonl``, a line per step; TensorBoard; and what ``train.trackers`` names.
 
-``train.trackers: ["my_package.tracking:Wandb"]`` calls ``my_package.tracking.Wandb(run)`` once, before any worker
+``train.trackers: [wandb, mlflow]`` are ready (``wandb_tracker``, ``mlflow_tracker``), and need their packages.
+``train.trackers: ["my_package.tracking:Board"]`` calls ``my_package.tracking.Board(run)`` once, before any worker
 starts; it returns a ``Tracker``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from feedback.files import replace_file
 from feedback.process_signals import handlers_deferred
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 
 class Tracker:
     """Base of all trackers. A killed run goes on from ``run.first_step``, and logs the steps from there on again: a
-    tracker that sends them elsewhere should let the later numbers of a step win."""
+    tracker that sends them elsewhere should let the later numbers of a step win, or begin anew with ``run.history``."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The numbers of a step, counted from 0."""
+
+    def fail(self, error: BaseException) -> None:
+        """The run ends with an error; ``close`` follows."""
 
     def close(self) -> None:
         """The run ended, well or not."""
@@ -37,10 +41,10 @@ class Tracker:
 class JsonLines(Tracker):
     """``metrics.jsonl``: every step once, in order. What a killed run logged after its last checkpoint is dropped."""
 
-    def __init__(self, run: RunInfo, history: Sequence[Mapping[str, float]]) -> None:
+    def __init__(self, run: RunInfo) -> None:
         super().__init__(run)
         path = run.folder / "metrics.jsonl"
-        replace_file(path, "".join(_line(step, metrics) for step, metrics in enumerate(history)).encode())
+        replace_file(path, "".join(_line(step, metrics) for step, metrics in enumerate(run.history)).encode())
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -69,16 +73,23 @@ class TensorBoard(Tracker):
         self._board.close()
 
 
+READY: Final = {
+    "wandb": "train.observe.wandb_tracker:Wandb",
+    "mlflow": "train.observe.mlflow_tracker:Mlflow",
+}
+"""Trackers that ``train.trackers`` may call by these names."""
+
+
 class Watchers:
     """All trackers and hooks of a run, called as one. A context manager: leaving it closes and ends them."""
 
-    def __init__(self, run: RunInfo, history: Sequence[Mapping[str, float]]) -> None:
+    def __init__(self, run: RunInfo) -> None:
         """Load what the config names. Raises HookError."""
         config = run.config
         self._result: JobResult | None = None
         self._hooks: list[tuple[str, Hook]] = [(n, _load("train.hooks", n, Hook, run)) for n in config.hooks]
         self._trackers: list[tuple[str, Tracker]] = [
-            ("metrics.jsonl", JsonLines(run, history)),
+            ("metrics.jsonl", JsonLines(run)),
             ("tensorboard", TensorBoard(run)),
         ]
         self._trackers += [(n, _load("train.trackers", n, Tracker, run)) for n in config.trackers]
@@ -112,6 +123,12 @@ class Watchers:
         problems = []
         for name, tracker in self._trackers:
             try:
+                if error is not None:
+                    with named("train.trackers", name, "fail"):
+                        tracker.fail(error)
+            except HookError as problem:
+                problems.append(problem)
+            try:
                 with named("train.trackers", name, "close"):
                     tracker.close()
             except HookError as problem:
@@ -133,7 +150,7 @@ _Observer = TypeVar("_Observer", Hook, Tracker)
 
 
 def _load(setting: str, name: str, kind: type[_Observer], run: RunInfo) -> _Observer:
-    function = load_function(setting, name)
+    function = load_function(setting, READY.get(name, name) if kind is Tracker else name)
     with named(setting, name, "its constructor"):
         observer = function(run)
     if not isinstance(observer, kind):

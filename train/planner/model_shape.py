@@ -91,15 +91,23 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
     )
 
 
-def shape_of(config: PretrainedConfig, lora: LoraConfig | None = None, make: Make = causal_lm) -> ModelShape:
+def shape_of(
+    config: PretrainedConfig,
+    lora: LoraConfig | None = None,
+    make: Make = causal_lm,
+    layers_of: list[str] | None = None,
+) -> ModelShape:
     """Count the parameters.
+
+    Args:
+        layers_of: classes of decoder layers; those that the model declares indivisible if None.
 
     Raises:
         ModelNotPlanned: transformers has no causal language model of this architecture, or training would refuse it.
     """
     model = _meta_model(config, make)
     text = config.get_text_config()
-    layers = _layers(model)
+    layers = _layers(model, layers_of)
     head = model.get_output_embeddings()
     if lora is not None:
         add_adapters(model, lora)
@@ -187,9 +195,9 @@ def _meta_model(config: PretrainedConfig, make: Make) -> PreTrainedModel:
         raise ModelNotPlanned(f"{type(config).__name__}: {error}; name a model that answers in text") from error
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def _layers(model: PreTrainedModel, classes: list[str] | None = None) -> list[nn.Module]:
     try:
-        return decoder_layers(model, None)
+        return decoder_layers(model, classes)
     except ValueError as error:
         raise ModelNotPlanned(str(error)) from error
 

@@ -85,6 +85,11 @@ class Batch:
     keys: int
     spans: tuple[tuple[int, int, int], ...]
 
+    @property
+    def pairs(self) -> float:
+        """Pairs of a query and a key that it attends to: causal attention computes half of a span's own."""
+        return sum(count * length * (prefix + length / 2) for count, length, prefix in self.spans)
+
     @classmethod
     def of(cls, prompts: int, responses: int, prompt_tokens: int, response_tokens: int) -> Batch:
         """``prompts`` with as many ``responses`` each, of these lengths. The last token of each is not computed."""

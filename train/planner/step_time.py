@@ -6,12 +6,11 @@ Each is the larger of what computing and what moving bytes takes (a roofline), w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from train.planner.machine import Machine
 from train.planner.memory import MASTER, Sharding
 from train.planner.sizes import Batch, ModelShape
-
-_HALF = 0.5  # of the scores, which causal attention computes
 
 
 @dataclass(frozen=True)
@@ -27,14 +26,31 @@ class Cost:
         return Cost(self.seconds * count, self.moved * count, self.bound)
 
 
-def forward_flops(shape: ModelShape, batch: Batch) -> float:
+class Counts(Protocol):
+    """What of a batch decides the operations of a pass; as of ``Batch``."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def scored(self) -> int: ...
+
+    @property
+    def pairs(self) -> float: ...
+
+
+def forward_flops(shape: ModelShape, batch: Counts) -> float:
     """Of one pass over a micro-batch: 2 a parameter and token (Kaplan et al., arXiv 2001.08361, section 2.1), the
     output layer for scored tokens alone, and 4 · width of all heads for each pair of a query and a key."""
     output = shape.vocabulary * shape.hidden
     inside = shape.active - output - (0 if shape.tied else shape.kinds.get("embedding", 0))
-    pairs = sum(count * length * (prefix + _HALF * length) for count, length, prefix in batch.spans)
-    attention = 4 * shape.heads * shape.head_size * len(shape.layers) * pairs
+    attention = 4 * shape.heads * shape.head_size * len(shape.layers) * batch.pairs
     return 2.0 * inside * batch.rows + 2.0 * output * batch.scored + attention
+
+
+def update_passes(shape: ModelShape) -> float:
+    """What an update computes, in forward passes: a backward pass is two of them, one with frozen weights."""
+    return 3.0 if shape.trained > shape.frozen else 2.0
 
 
 def gathered_bytes(shape: ModelShape, how: Sharding) -> int:
@@ -52,7 +68,7 @@ def update_cost(shape: ModelShape, how: Sharding, batch: Batch, machine: Machine
     gradient (read alone) and two moments. With parameters in the host's memory each gather first copies a rank's slice,
     and it is the host that does AdamW's step.
     """
-    passes = 2.0 + how.checkpointing + (1.0 if shape.trained > shape.frozen else 0.0)
+    passes = update_passes(shape) + how.checkpointing
     count = how.micro_batches
     compute = count * passes * forward_flops(shape, batch) / machine.matrix_flops(how.itemsize)
     reductions = count if how.reduce_every_micro_batch else 1

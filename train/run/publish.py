@@ -14,6 +14,7 @@ from train.context import JobContext, RunStart
 from train.controller.worker_group import WorkerGroup
 from train.data.prompts import TrainingData
 from train.dataflows.base import Data
+from train.run.best_weights import Best
 
 
 def publish(
@@ -26,6 +27,7 @@ def publish(
     history: list[dict[str, float]],
     data: Data,
     erased: Mapping[str, int],
+    best: Best | None = None,
 ) -> Policy:
     """Write weights aside, all else of the parent's beside them, and have the store make a version of it.
 
@@ -33,13 +35,14 @@ def publish(
     byte by byte: a running server swaps weights alone.
 
     ``erased``: rows by table that the run had read and that were erased meanwhile, where that is only to be marked.
+    ``best``: the weights that become the policy, in place of those that the actor has.
     """
-    folder = export_aside(actor, parent, context)
+    folder = export_aside(actor, parent, context, best=best)
     lineage = lineage_of(config, context, start, data, erased)
     lineage |= {"prompts": data.usable, "reward": start.reward, "scorer": start.scorer}
     if isinstance(data, TrainingData) and data.own:
         lineage["prompt_files"] = [of.lineage() for of in data.own]
-    metrics = metrics_of(history)
+    metrics = metrics_of(history) | ({} if best is None else {"best": {"step": best.step, "reward": best.reward}})
     policy = store.publish(
         lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True),
         parent=parent.version,
@@ -52,12 +55,22 @@ def publish(
     return policy
 
 
-def export_aside(trained: WorkerGroup, parent: Policy, context: JobContext, leave_out: Collection[str] = ()) -> Path:
-    """Write a group's weights to the run's folder ``candidate``, and beside them what ``copy_missing_files`` copies."""
+def export_aside(
+    trained: WorkerGroup,
+    parent: Policy,
+    context: JobContext,
+    leave_out: Collection[str] = (),
+    best: Best | None = None,
+) -> Path:
+    """Write a group's weights, or the ``best``, to the run's folder ``candidate``, and beside them what
+    ``copy_missing_files`` copies."""
     folder = context.folder / "candidate"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    trained.export(folder)
+    if best is None:
+        trained.export(folder)
+    else:
+        shutil.copytree(best.folder, context.folder, dirs_exist_ok=True)
     copy_missing_files(parent, folder, leave_out)
     return folder
 

@@ -25,7 +25,7 @@ from train.config.algorithms import REWARD_MODEL
 
 START: Final = "start.json"
 LOCK: Final = ".lock"
-_KEPT: Final = ("checkpoints/*", "checkpoints/.step-*", "candidate")
+_KEPT: Final = ("checkpoints/*", "checkpoints/.step-*", "candidate", "best/*")
 """What a run writes before it has published."""
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from train.algorithms.base import Loss, logged_values
 from train.batch.packed import PackedBatch
 from train.checkpoint.dcp import Saved, Saver, load
 from train.config.training import TrainConfig
-from train.controller.dispatch import dispatch, to_all
+from train.controller.dispatch import dispatch, to_all, to_all_gathered
+from train.controller.usage import Usage, peak_memory
 from train.controller.worker import Worker
+from train.model.fsdp import rows_for
 from train.model.hf_io import whole_tensor
 from train.model.mesh import Meshes, make_meshes
 
@@ -34,6 +38,7 @@ class TrainedWorker(Worker):
         super().__init__(**peers)
         self.policy, self.config = policy, config
         self.algorithm = algorithms.load(config.algorithm)
+        self.updates = Usage(0)
         self.meshes = meshes_of(config, self.peers)
         self.model: nn.Module = self.build()
         o = config.optimizer
@@ -85,6 +90,7 @@ class TrainedWorker(Worker):
             rate; and the model's output before the step, float32 [T]. If the norm is not finite the weights are as they
             were, and ``train.observe.health.check_health`` ends the run.
         """
+        began = time.perf_counter()
         total = all_sum(torch.tensor(count, dtype=torch.float64))
         micro_batches = equal_count(batch, self.config.micro_batch_tokens)
         means = Means()
@@ -102,6 +108,8 @@ class TrainedWorker(Worker):
             means.add_to("loss", loss.detach() * float(counts), 0.0)
             # FSDP averages gradients over ranks; the sum over all of them is wanted.
             (loss * float(counts) / total * self.world_size).backward()
+            if counts:
+                self._count(micro)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         grad_norm = float(whole_tensor(norm))
         if math.isfinite(grad_norm):
@@ -110,7 +118,24 @@ class TrainedWorker(Worker):
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
         means.add_to("loss", torch.zeros(()), float(total) / self.world_size)
-        return {**means.over_ranks(), "grad_norm": grad_norm, "learning_rate": rate}, before
+        metrics = {**means.over_ranks(), "grad_norm": grad_norm, "learning_rate": rate}
+        self.updates = replace(self.updates, seconds=self.updates.seconds + time.perf_counter() - began)
+        return metrics, before
+
+    def _count(self, micro: PackedBatch) -> None:
+        """Add what an update has computed for a micro-batch."""
+        sampled, was = micro.response_mask.nonzero().flatten(), self.updates
+        rows = rows_for(self.model, micro, sampled - 1)
+        pairs = sum(span.length * (span.prefix + span.length / 2) for span in rows.spans)
+        self.updates = replace(
+            was, rows=was.rows + len(rows.tokens), scored=was.scored + len(sampled), pairs=was.pairs + pairs
+        )
+
+    @dispatch(to_all_gathered)
+    def usage(self, _: None = None) -> Usage:
+        """What each rank has used since ``device``, and computed in updates since the last call."""
+        found, self.updates = replace(self.updates, peak_memory=peak_memory()), Usage(0)
+        return found
 
     @dispatch(to_all)
     def save_checkpoint(self, folder: Path, *, step: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from serve.vllm.boot import engine_variables
 from train import algorithms
+from train.config.placement import PlacementConfig
 from train.config.training import TrainConfig
 from train.controller import torchrun
 from train.controller.ray_pool import ResourcePool, gpus_of_cluster
@@ -38,6 +39,15 @@ class Groups:
     def trained(self) -> dict[str, WorkerGroup]:
         """What has state that a checkpoint keeps, by the name of its part."""
         return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def by_pool(self, on: PlacementConfig) -> dict[str, WorkerGroup]:
+        """A group on each pool that trains or generates, the actor on its own, by the pool's name."""
+        roles = {"actor": self.actor, "critic": self.critic, "reference": self.reference, "rollout": self.rollout}
+        found: dict[str, WorkerGroup] = {}
+        for role, pool in on.roles.items():
+            if (group := roles.get(role)) is not None:
+                found.setdefault(pool, group)
+        return found
 
     def sleep(self) -> None:
         """Leave the devices to training until ``reshard``: nothing is sampled before it."""

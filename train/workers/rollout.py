@@ -135,7 +135,7 @@ class RolloutWorker(Worker):
     def generate(
         self, prompts: list[list[int]], *, n: int, seed: int | None = None, greedy: bool = False
     ) -> list[list[Sample]]:
-        """``n`` responses to each prompt (token ids), and after them, if asked for, the greedy one.
+        """``n`` responses to each prompt (token ids), none for 0, and after them, if asked for, the greedy one.
 
         Args:
             seed: of all samples of the call; equal weights and prompts give equal samples, on any number of engines.
@@ -152,14 +152,14 @@ class RolloutWorker(Worker):
             sampling_params(
                 n=n, temperature=r.temperature, seed=None if seed is None else seed_of(seed, number), **same
             )
-            for number in numbers
+            for number in (numbers if n else ())
         ]
         if greedy:
             params += [sampling_params(temperature=0.0, **same)] * len(prompts)
         inputs = [{"prompt_token_ids": p} for p in prompts]
-        outputs = self.llm.generate(inputs * (2 if greedy else 1), params, use_tqdm=False)
+        outputs = self.llm.generate(inputs * (bool(n) + greedy), params, use_tqdm=False)
         samples = [[to_sample(c, output.prompt_token_ids, self.text) for c in output.outputs] for output in outputs]
-        return [samples[i] + (samples[len(prompts) + i] if greedy else []) for i in range(len(prompts))]
+        return [[sample for of in samples[i :: len(prompts)] for sample in of] for i in range(len(prompts))]
 
     @dispatch(to_first_engine)
     def lend_load(self, policy: Policy) -> None:

@@ -15,6 +15,7 @@ from deploy.config import root
 from deploy.config.root import Settings
 from feedback.lake.tables import Lake
 from tests.feedback.feedback_rows import interaction, put
+from train.config.training import TrainConfig
 
 PROMPTS = ["1+1=", "1+2=", "2+2="]
 REWARD = ["--train.reward", "deploy.examples.demo.task:reward"]
@@ -71,6 +72,36 @@ def test_the_suite_is_among_those_that_a_run_excludes_once(tmp_path: Path) -> No
         suite.parent.mkdir(exist_ok=True)
         suite.touch()
         assert settings.training().data.exclude_suites.count(suite) == 1
+
+
+def test_the_suite_that_chooses_the_candidate_is_not_one_that_it_is_judged_by(tmp_path: Path) -> None:
+    def training(*more: tuple[str, str]) -> Any:
+        return root.load(
+            None, [("home", str(tmp_path)), ("train.evaluate_suite", "chosen.jsonl"), *more], {}
+        ).training()
+
+    assert training(("train.keep", "best")).evaluate_suite == tmp_path / "chosen.jsonl"
+    assert tmp_path / "chosen.jsonl" in training().data.exclude_suites
+    assert training(("evaluation.suite", "chosen.jsonl")).keep == "last"
+    with pytest.raises(root.ConfigError, match=r"chosen\.jsonl chooses the candidate .* Name another suite"):
+        training(("train.keep", "best"), ("evaluation.suite", "chosen.jsonl"))
+
+
+def test_a_best_step_needs_held_out_prompts_and_those_need_something_that_samples() -> None:
+    with pytest.raises(ValueError, match=r"train\.keep=best needs train\.evaluate_suite"):
+        TrainConfig.model_validate({"keep": "best"})
+    with pytest.raises(ValueError, match=r"train\.evaluate_suite=a\.jsonl is answered by what samples .*name=dpo"):
+        TrainConfig.model_validate({"evaluate_suite": "a.jsonl", "algorithm": {"name": "dpo"}})
+
+
+def test_an_item_that_is_too_long_to_answer_ends_a_run_by_its_line(
+    trainable: Settings, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    suite = tmp_path / "chosen.jsonl"
+    suite.write_text('{"id": "a", "prompt": "1+1="}\n' + json.dumps({"id": "b", "prompt": "1+" * 200}) + "\n")
+    code, _, printed = train(trainable, capsys, "--train.evaluate_suite", str(suite))
+    assert code == 1
+    assert "chosen.jsonl, line 2: item b has 400 tokens, and a prompt from 1 to 120" in printed
 
 
 def test_prompts_of_ones_own_need_no_traffic_and_a_broken_line_ends_a_run_by_its_number(

@@ -5,7 +5,9 @@ All but one learn from logged responses alone, so that they start no engine.
 
 from __future__ import annotations
 
+import json
 import re
+import socket
 import sys
 import threading
 from dataclasses import dataclass
@@ -153,9 +155,26 @@ def test_the_documented_reward_is_one(ran: Ran, monkeypatch: pytest.MonkeyPatch)
     assert load_rule("mine:brevity")(rows) == [0.5, 0.25]
 
 
+def test_a_run_tells_the_size_of_its_model_where_it_ran_and_what_its_steps_computed(ran: Ran) -> None:
+    size = sum(tensor.numel() for tensor in ran.weights("grpo").values())
+    resources = json.loads((ran.root / "runs" / "grpo" / "resources.json").read_text())
+    assert (resources["parameters"], resources["trained"], resources["peak_flops"]) == (size, size, None)
+    [rank] = resources["ranks"]
+    assert (rank["pool"], rank["rank"], rank["host"], rank["device"]) == ("all", 0, socket.gethostname(), "cpu")
+    assert rank["peak_memory"] > 2**20
+    assert f"grpo: Qwen3ForCausalLM, {size:,} parameters, {size:,} trained; all: 1 rank on cpu of " in ran.output
+    assert "grpo: peak memory " in ran.output
+    for metrics in ran.metrics("grpo"):
+        assert 0 < metrics["model_flops"] < 8 * size * metrics["tokens"]
+        assert metrics["model_flops_per_s"] > 0
+        assert metrics["peak_memory_gib"] * 2**30 <= rank["peak_memory"]
+        assert "mfu" not in metrics  # the peak of a processor is unknown
+    assert re.search(r"grpo: step 1/3 reward .* s, \d+ s left$", ran.output, re.M)
+
+
 def test_the_same_seed_and_data_give_the_same_numbers_and_weights(ran: Ran) -> None:
     def numbers(run: str) -> list[dict[str, float]]:
-        times = ("time", "seconds", "tokens_per_s")
+        times = ("time", "seconds", "tokens_per_s", "model_flops_per_s", "peak_memory")
         return [{k: v for k, v in m.items() if not k.startswith(times)} for m in ran.metrics(run)]
 
     assert numbers("grpo") == numbers("again")

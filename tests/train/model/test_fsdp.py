@@ -130,6 +130,7 @@ def an_update(rank: int, policy: Path, *, parts: list[list[int]] | None = None, 
     return {
         "gradients": kept,
         "metrics": metrics,
+        "usage": [actor.usage(), actor.usage()],
         "moments": {t.dtype for s in actor.optimizer.state.values() for t in s.values() if t.ndim},
         "whole": [name for name, parameter in actor.model.named_parameters() if not isinstance(parameter, DTensor)],
         "published": {t.dtype for _, t in merged_parameters(actor.model)},
@@ -258,6 +259,20 @@ def expected(folder: Path) -> dict[str, Any]:
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     return {"loss": float(loss.detach()), "gradients": gradients}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_what_an_update_computes_is_counted_once_however_it_is_cut(found: list[dict[str, Any]], cut: str) -> None:
+    usages = [ranks_own["updates"][cut]["usage"] for ranks_own in found]
+    batch = some_batch()
+    lengths = [int(n) - 1 for n in batch.lengths]  # no prompt comes twice, and a last token is not computed
+    assert sum(first.rows for first, _ in usages) == sum(lengths)
+    assert sum(first.scored for first, _ in usages) == int(batch.response_mask.sum())
+    assert sum(first.pairs for first, _ in usages) == sum(n * n / 2 for n in lengths)
+    for first, second in usages:
+        assert first.seconds > 0
+        assert first.peak_memory > 2**20
+        assert (second.seconds, second.rows) == (0, 0)
 
 
 @pytest.mark.parametrize("cut", [name for name in CUTS if name != "bfloat16"])

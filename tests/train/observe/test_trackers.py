@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def watchers(
     folder: Path, *, hooks: Sequence[str] = (), trackers: Sequence[str] = (), history: Sequence[dict[str, float]] = ()
 ) -> Watchers:
     config = TrainConfig.model_validate({"hooks": list(hooks), "trackers": list(trackers)})
-    return Watchers(RunInfo("r", folder, 1, len(history), 5, config), history)
+    return Watchers(RunInfo("r", folder, 1, len(history), 5, config, tuple(history)))
 
 
 def test_trackers_and_hooks_are_called_in_order_with_what_they_need(tmp_path: Path, heard: list[Any]) -> None:
@@ -153,3 +154,83 @@ def test_a_run_that_goes_on_writes_no_step_twice(tmp_path: Path) -> None:
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(e.step, e.value) for e in board.Scalars("train/reward")] == [(0, 0), (1, 1), (2, 20), (3, 30), (4, 40)]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_ready_tracker_without_its_package_is_refused_with_the_command_that_installs_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, f"{name}.entities", None)
+    message = rf"train\.trackers: '{name}' failed in its constructor: ImportError: .*pip install 'millrace\[{name}\]'"
+    with pytest.raises(HookError, match=message):
+        watchers(tmp_path, trackers=[name])
+
+
+def log_with_a_kill(folder: Path, tracker: str) -> None:
+    """Four steps; a run from before that was killed after the third, and goes on from the second."""
+    folder.mkdir(parents=True)
+    first = watchers(folder, trackers=[tracker])
+    for step in range(3):
+        first.step(step, {"reward": float(step)})
+    second = watchers(folder, trackers=[tracker], history=[{"reward": 0.0}, {"reward": 1.0}])
+    for step in (2, 3):
+        second.step(step, {"reward": 10.0 * step})
+    with pytest.raises(ValueError, match="the run's own"), second:
+        raise ValueError("the run's own")
+
+
+def in_log(data: bytes) -> Iterator[bytes]:
+    """The records of W&B's file: LevelDB's log format, behind a header of seven bytes."""
+    at, parts, block = 7, b"", 2**15
+    while at + 7 <= len(data):
+        if block - at % block < 7:  # too little for another record's header
+            at += block - at % block
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last of its parts
+            yield parts
+            parts = b""
+
+
+def test_wandb_keeps_a_run_offline_with_every_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the package wandb is not installed: pip install 'millrace[wandb]'")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    log_with_a_kill(tmp_path / "r", "wandb")
+    files = sorted((tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
+    assert len(files) == 2
+    records = [Record.FromString(data) for data in in_log(files[-1].read_bytes())]
+    rows = [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    assert [(row["_step"], row["train/reward"]) for row in rows] == [(0, 0), (1, 1), (2, 20), (3, 30)]
+    [run] = [record.run for record in records if record.HasField("run")][:1]
+    assert (run.display_name, run.run_group, run.project) == ("r", "r", "millrace")
+    [end] = [record.exit for record in records if record.HasField("exit")]
+    assert end.exit_code == 1
+
+
+def test_mlflow_keeps_every_step_once_and_says_which_run_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "the package {} is not installed: pip install 'millrace[mlflow]'"
+    for name in ("mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(name, reason=why.format(name))
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    log_with_a_kill(tmp_path / "r", "mlflow")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    experiment = client.get_experiment_by_name("millrace")
+    failed, killed = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+    assert (killed.info.status, failed.info.status, failed.info.run_name) == ("KILLED", "FAILED", "r")
+    history = client.get_metric_history(failed.info.run_id, "train/reward")
+    assert [(m.step, m.value) for m in history] == [(0, 0), (1, 1), (2, 20), (3, 30)]
+    assert failed.data.params["train.steps"] == "20"

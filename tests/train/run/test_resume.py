@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
-from job_home import make_home, row, table
+from job_home import make_home, metrics_of, row, table
 
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
@@ -70,6 +70,8 @@ class Runs:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("home")
     make_home(root)
+    held_out = [{"id": c, "prompt": f"odds {c}z>"} for c in "abc"]
+    (root / "held_out.jsonl").write_text("".join(json.dumps(item) + "\n" for item in held_out))
     (root / "own.jsonl").write_text("".join(json.dumps({"question": f"odds {c}y>"}) + "\n" for c in "abcdefgh"))
     return root
 
@@ -125,6 +127,30 @@ def test_metrics_hold_every_step_once_and_the_numbers_of_an_unbroken_run(runs: R
     assert {line["updates"] for line in whole} == {2.0}
     for name in ("reward", "loss", "grad_norm", "kl_ref", "learning_rate", "logprob_difference_max", "value_loss"):
         assert [line[name] for line in whole] == [line[name] for line in broken], name
+
+
+def test_held_out_prompts_are_answered_at_the_start_and_every_so_many_steps_whoever_is_killed(runs: Runs) -> None:
+    whole, broken = (metrics_of(runs.root, name) for name in ("whole", "broken"))
+    measured = {line["step"]: line["held_out/reward"] for line in whole if "held_out/reward" in line}
+    assert list(measured) == [1, 3, 5]
+    assert measured == {line["step"]: line["held_out/reward"] for line in broken if "held_out/reward" in line}
+    assert [line["step"] for line in whole if "held_out_at_start/reward" in line] == [0]
+    assert {line["held_out/unrewarded"] for line in whole if line["step"] in measured} == {0.0}
+
+
+def test_the_policy_has_the_weights_of_the_step_that_was_the_best_on_held_out_prompts(runs: Runs) -> None:
+    measured = {
+        m["held_out/reward"]: m["step"] + 1 for m in reversed(metrics_of(runs.root, "whole")) if "held_out/reward" in m
+    }
+    highest = max(measured)
+    for name, run in (("whole", runs.whole), ("broken", runs.broken)):
+        policy = PolicyStore(runs.root / "policies").get(run["candidate"])
+        assert policy.metrics["best"] == {"step": measured[highest], "reward": highest}
+        assert policy.metrics["last"]["held_out/reward"] in measured
+        published = hashlib.sha256((policy.path / "model.safetensors").read_bytes()).hexdigest()
+        noted = (runs.root / "runs" / name / "diary").read_text().splitlines()
+        assert f"best {measured[highest]} {published}" in noted
+        assert not (runs.root / "runs" / name / "best").exists()
 
 
 def test_hooks_hear_of_start_steps_checkpoints_and_end(runs: Runs) -> None:
@@ -286,7 +312,8 @@ def stores_of(there: JobContext) -> Stores:
 def settings(home: Path, **changes: Any) -> dict[str, Any]:
     """With prompts of one's own beside those of the lake, and counts of how often they are solved."""
     own = {"prompts": [{"path": str(home / "own.jsonl"), "prompt": "question"}], "pass_rate": {"solved_reward": -6.5}}
-    return {**CONFIG, "data": {**CONFIG["data"], **own}, **changes}
+    evaluated = {"evaluate_suite": str(home / "held_out.jsonl"), "evaluate_every": EVERY, "keep": "best"}
+    return {**CONFIG, "data": {**CONFIG["data"], **own}, **evaluated, **changes}
 
 
 def context(home: Path, run: str, **changes: Any) -> JobContext:

@@ -1,0 +1,138 @@
+"""runs: the training runs, one by one and side by side, and which keep their checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from deploy.commands.common import as_json_option, dry_run_option, json_out, pass_settings, write_result
+from deploy.config.root import Settings
+from deploy.display.tables import print_table
+
+if TYPE_CHECKING:
+    from train.run.retention import RunFolder
+
+_NAMED = 8  # runs, at most, that an error lists
+
+
+@click.group(invoke_without_command=True)
+@as_json_option
+@pass_settings
+@click.pass_context
+def runs(ctx: click.Context, settings: Settings, as_json: bool) -> None:
+    """List the training runs, and what each came to."""
+    if ctx.invoked_subcommand is None:
+        ctx.invoke(list_runs, as_json=as_json)
+    elif as_json:
+        raise click.UsageError(f"--json stands behind the command: millrace runs {ctx.invoked_subcommand} … --json")
+
+
+@runs.command("list")
+@as_json_option
+@pass_settings
+def list_runs(settings: Settings, as_json: bool) -> None:
+    """List the training runs, and what each came to."""
+    from train.run.retention import run_folders
+
+    folder = settings.resolved().train.runs
+    rows = []
+    for run in run_folders(folder):
+        result = run.result
+        ended = "-" if result is None else result.reason or result.published
+        rows.append([run.name, f"{run.at:%Y-%m-%d %H:%M:%S}", run.state, f"{run.bytes / 2**20:.1f} MiB", ended])
+    columns = ["run", "last at work (UTC)", "state", "checkpoints", "result"]
+    if as_json:
+        click.echo(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
+        return
+    print_table(columns, rows, f"no runs in {folder}")
+
+
+@runs.command("show")
+@click.argument("run")
+@as_json_option
+@pass_settings
+def show_run(settings: Settings, run: str, as_json: bool) -> None:
+    """Show what RUN learned from, what its steps took and reached, what it published, and what went wrong."""
+    from deploy.display.run_records import shown
+    from train.run.record import read_metrics, read_record
+
+    [found] = _found(settings, (run,))
+    record = read_record(found)
+    click.echo(record.model_dump_json(indent=2) if as_json else shown(record, read_metrics(found.folder)))
+
+
+@runs.command("compare")
+@click.argument("names", metavar="RUN RUN...", nargs=-1, required=True)
+@click.option("--metric", metavar="NAME", help="The metric to draw; by default what tells their best step.")
+@as_json_option
+@pass_settings
+def compare_runs(settings: Settings, names: tuple[str, ...], metric: str | None, as_json: bool) -> None:
+    """Compare runs: their results and last metrics side by side, a metric step by step, and settings that differ."""
+    from deploy.display.run_records import compared, differing_settings
+    from train.run.record import read_metrics, read_record, values
+
+    if len(set(names)) < 2:
+        raise click.UsageError("name at least two runs; `millrace runs show RUN` shows one")
+    found = _found(settings, tuple(dict.fromkeys(names)))
+    records = [read_record(run) for run in found]
+    steps = [read_metrics(run.folder) for run in found]
+    if metric is None:
+        metric = next((record.best.metric for record in records if record.best is not None), "reward")
+    elif not any(values(each, metric) for each in steps):
+        measured = sorted({name for each in steps for step in each for name in step})
+        raise click.UsageError(f"--metric {metric}: none of these runs has it; they have: {', '.join(measured) or '-'}")
+    curves = [values(each, metric) for each in steps]
+    if as_json:
+        result = {
+            "runs": [record.model_dump(mode="json") for record in records],
+            "settings": differing_settings(records),
+            "metric": metric,
+            "curves": {record.run: curve for record, curve in zip(records, curves, strict=True)},
+        }
+        click.echo(json.dumps(result, indent=2))
+        return
+    click.echo(compared(records, metric, curves))
+
+
+def _found(settings: Settings, names: tuple[str, ...]) -> list[RunFolder]:
+    """The runs of these names. Raises UsageError if there is none of a name."""
+    from train.run.retention import run_folders
+
+    folder = settings.resolved().train.runs
+    there = {run.name: run for run in run_folders(folder)}
+    for name in names:
+        if name not in there:
+            newest = ", ".join(list(there)[-_NAMED:]) or "none"
+            raise click.UsageError(f"there is no run {name} in {folder}; the newest are: {newest}")
+    return [there[name] for name in names]
+
+
+@runs.command("prune")
+@dry_run_option
+@json_out
+@pass_settings
+def prune_runs(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
+    """Remove the checkpoints of runs that train.retention doesn't keep; all else of a run stays.
+
+    The schedule does it after the lake's maintenance.
+    """
+    from deploy.loop.records import load_all
+    from train.run.retention import kept_runs, run_folders
+    from train.run.unfinished import give_up
+
+    train = settings.resolved().train
+    trained = [record for record in load_all(settings) if record.run is not None][-1:]
+    last = [run for record in trained for run in (record.run, *(stage.run for stage in record.stages)) if run]
+    found = run_folders(train.runs)
+    stay = kept_runs(found, train.retention, last)
+    gone = [run for run in found if run.state == "unfinished" and run.name not in stay]
+    removed = [run.name for run in gone] if dry_run else give_up(run.folder for run in gone)
+    for name, reason in sorted((stay | {run.name: "at work" for run in gone if run.name not in removed}).items()):
+        click.echo(f"run {name}: kept ({reason})")
+    size = sum(run.bytes for run in gone if run.name in removed)
+    verb = "would remove" if dry_run else "removed"
+    click.echo(f"{verb} the checkpoints of runs: {', '.join(removed) or 'none'} ({size / 2**20:.1f} MiB)")
+    write_result({"removed": removed, "kept": stay, "bytes": size, "dry_run": dry_run}, json_out)

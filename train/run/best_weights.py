@@ -1,0 +1,78 @@
+"""The weights of the step that was the best on held-out prompts, for ``train.keep=best``."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from train.checkpoint.folders import checkpoints, step_of
+from train.config.training import TrainConfig
+from train.controller.worker_group import WorkerGroup
+
+REWARD: Final = "held_out/reward"
+
+
+@dataclass(frozen=True)
+class Best:
+    """``folder``: what stands in a run's folder of a candidate after ``step`` steps. ``reward``: the mean."""
+
+    step: int
+    reward: float
+    folder: Path
+
+
+class BestWeights:
+    """Weights are written when a step is better than all before it, and go when no run needs them any more.
+
+    A killed run goes on from a checkpoint, and what is written of later steps does not count until they come again: so
+    the best of the steps up to each checkpoint stays as long as that.
+    """
+
+    def __init__(self, config: TrainConfig, run: Path, actor: WorkerGroup) -> None:
+        self._wanted, self._run, self._actor = config.keep == "best", run, actor
+        self._folder = folder_of(run)
+
+    def look(self, history: Sequence[Mapping[str, float]]) -> None:
+        """Write the weights as they are, if the last step was measured and is the best of its run."""
+        if not self._wanted or REWARD not in history[-1]:
+            return
+        before = best_of(self._run, history[:-1])
+        if before is not None and before.reward >= history[-1][REWARD]:
+            return
+        folder, aside = _of_step(self._run, len(history)), self._folder / ".new"
+        for old in (aside, folder):
+            shutil.rmtree(old, ignore_errors=True)
+        (aside / "candidate").mkdir(parents=True)
+        self._actor.export(aside / "candidate")
+        aside.rename(folder)
+
+    def prune(self, history: Sequence[Mapping[str, float]]) -> None:
+        """Remove what neither this run needs nor one that goes on from a checkpoint of it."""
+        if not self._folder.exists():
+            return
+        steps = [len(history), *map(step_of, checkpoints(self._run / "checkpoints"))]
+        found = [best_of(self._run, history[:step]) for step in steps]
+        needed = {best.folder for best in found if best is not None}
+        for folder in set(self._folder.iterdir()) - needed:
+            shutil.rmtree(folder)
+
+
+def best_of(run: Path, history: Sequence[Mapping[str, float]]) -> Best | None:
+    """The best of the steps in ``history`` whose weights are there, the first of equal ones; None without any."""
+    measured = [
+        Best(step, metrics[REWARD], folder)
+        for step, metrics in enumerate(history, start=1)
+        if REWARD in metrics and (folder := _of_step(run, step)).exists()
+    ]
+    return max(measured, key=lambda best: best.reward, default=None)
+
+
+def folder_of(run: Path) -> Path:
+    return run / "best"
+
+
+def _of_step(run: Path, step: int) -> Path:
+    return folder_of(run) / f"step-{step:08d}"
