@@ -137,13 +137,23 @@ def runs(ctx: click.Context, settings: Settings, as_json: bool) -> None:
 
     if ctx.invoked_subcommand is not None:
         return
-    folder = settings.resolved().train.runs
+    folder, shared = settings.resolved().train.runs, settings.run_store()
+    found, elsewhere = run_folders(folder), dict[str, str]()
+    if shared is not None:
+        from serve.policies.folder import PolicyError
+        from train.run.shared_run import with_shared
+
+        try:
+            found, elsewhere = with_shared(shared, folder, report=partial(click.echo, err=True))
+        except PolicyError as error:
+            click.echo(f"warning: the runs of this machine alone: {error}", err=True)
     rows = []
-    for run in run_folders(folder):
+    for run in found:
         result = run.result
         ended = "-" if result is None else result.reason or result.published
-        rows.append([run.name, f"{run.at:%Y-%m-%d %H:%M:%S}", run.state, f"{run.bytes / 2**20:.1f} MiB", ended])
-    columns = ["run", "last at work (UTC)", "state", "checkpoints", "result"]
+        row = [run.name, f"{run.at:%Y-%m-%d %H:%M:%S}", run.state, f"{run.bytes / 2**20:.1f} MiB", ended]
+        rows.append(row if shared is None else [*row, elsewhere.get(run.name, "-")])
+    columns = ["run", "last at work (UTC)", "state", "checkpoints", "result", *(["in the store"] if shared else [])]
     if as_json:
         click.echo(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
         return
@@ -278,10 +288,14 @@ def prune_runs(settings: Settings, dry_run: bool, json_out: Path | None) -> None
     train = settings.resolved().train
     trained = [record for record in load_all(settings) if record.run is not None][-1:]
     last = [run for record in trained for run in (record.run, *(stage.run for stage in record.stages)) if run]
-    found = run_folders(train.runs)
+    found, shared = run_folders(train.runs), settings.run_store()
+    if shared is not None:
+        from train.run.shared_run import with_shared
+
+        found, _ = with_shared(shared, train.runs)
     stay = kept_runs(found, train.retention, last)
     gone = [run for run in found if run.state == "unfinished" and run.name not in stay]
-    removed = [run.name for run in gone] if dry_run else give_up(run.folder for run in gone)
+    removed = [run.name for run in gone] if dry_run else give_up((run.folder for run in gone), shared)
     for name, reason in sorted((stay | {run.name: "at work" for run in gone if run.name not in removed}).items()):
         click.echo(f"run {name}: kept ({reason})")
     size = sum(run.bytes for run in gone if run.name in removed)

@@ -22,10 +22,20 @@ from train.config.sections import (
     RewardModelConfig,
     RolloutConfig,
     RunRetentionConfig,
+    RunStoreConfig,
 )
 
 _OF_ANY_RUN: Final = (
-    *("runs", "ranks", "threads_per_rank", "dtype", "micro_batch_tokens", "activation_checkpointing", "seed"),
+    *(
+        "runs",
+        "run_store",
+        "ranks",
+        "threads_per_rank",
+        "dtype",
+        "micro_batch_tokens",
+        "activation_checkpointing",
+        "seed",
+    ),
     *("ray_address", "launcher", "start_timeout_s", "step_timeout_s", "erased_rows", "fsdp", "checkpoint"),
     "resident",
 )
@@ -38,6 +48,9 @@ class TrainConfig(Section):
     model_config = ConfigDict(frozen=False)  # a validator completes ``algorithm``
 
     runs: Path = Field(Path("runs"), description="Folder of training runs, relative to home.")
+    run_store: RunStoreConfig = Field(
+        default_factory=RunStoreConfig, description="Runs in an object store, for machines without a shared disk."
+    )
     ranks: int = Field(1, ge=1, description="Worker processes; each holds an FSDP shard and generates.")
     threads_per_rank: int = Field(1, ge=1, description="CPU threads of each worker process.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Compute type; master weights are float32.")
