@@ -51,7 +51,7 @@ def examine(settings: Settings) -> list[Check]:
     """Every check, in order. A check that can't be made is a finding too, never an exception."""
     makers = (_python, _packages, _vllm, _devices, _memory, _context, _cores, _shared_memory, _disk, _open_files)
     checks: list[Check] = []
-    for make in (*makers, _port, _keys, _home, _policy_store, _loop):
+    for make in (*makers, _port, _keys, _home, _object_stores, _loop):
         try:
             checks += make(settings)
         except Exception as error:  # noqa: BLE001  a failing check is a finding; the others go on
@@ -296,22 +296,27 @@ def _home(settings: Settings) -> Iterable[Check]:
     yield _check("home", pointer is not None, found, "run `millrace init --model NAME_OR_FOLDER`")
 
 
-def _policy_store(settings: Settings) -> Iterable[Check]:
-    """Whether the object store that has the policies keeps to conditional writes: that is tried."""
-    config = settings.serve.policy_store
-    if config.uri is None:
+def _object_stores(settings: Settings) -> Iterable[Check]:
+    """Whether the object stores that have the policies and the runs keep to conditional writes: that is tried."""
+    policies, runs = settings.serve.policy_store, settings.train.run_store
+    if policies.uri is None and runs.uri is None:
         return
     from serve.policies.folder import PolicyError
-    from serve.policies.object_store import ObjectStore
+    from serve.policies.object_store import POLICIES, ObjectStore
+    from train.run.run_store import RUNS
 
-    started = time.monotonic()
-    try:
-        ObjectStore(config.uri, config.store_options, config.redact).try_out()
-    except PolicyError as error:
-        yield Check("policy store", "bad", str(error), "set serve.policy_store to a store that does, or that answers")
-    else:
-        seconds = time.monotonic() - started
-        yield Check("policy store", "ok", f"{config.uri} keeps to conditional writes (tried in {seconds:.2f} s)")
+    for name, config, contents in (("policy store", policies, POLICIES), ("run store", runs, RUNS)):
+        if config.uri is None:
+            continue
+        started = time.monotonic()
+        try:
+            ObjectStore(config.uri, config.store_options, config.redact, contents).try_out()
+        except PolicyError as error:
+            advice = f"set {contents.setting} to a store that does, or that answers"
+            yield Check(name, "bad", str(error), advice)
+        else:
+            seconds = time.monotonic() - started
+            yield Check(name, "ok", f"{config.uri} keeps to conditional writes (tried in {seconds:.2f} s)")
 
 
 def _loop(settings: Settings) -> Iterable[Check]:

@@ -265,16 +265,13 @@ class FleetConfig(Section):
         return self
 
 
-class PolicyStoreConfig(Section):
-    """Where policies are that several machines share without a shared disk."""
+_OBJECT_STORE = r"^(s3|gs|az)://[^/]"
 
-    uri: Address | None = Field(
-        None,
-        pattern=r"^(s3|gs|az)://[^/]",
-        description="s3://, gs:// or az:// address below which an object store has the policies and all that is on "
-        "record of them; serve.policies is this machine's copy then, a folder of its own. The store must keep to "
-        "conditional writes (`millrace doctor` tries). null: serve.policies has them.",
-    )
+
+class ObjectStoreConfig(Section):
+    """An object store; one without ``uri`` is not used."""
+
+    uri: Address | None = Field(None, pattern=_OBJECT_STORE, description="s3://, gs:// or az:// address; null: none.")
     storage_options: dict[str, Secret] = Field(
         default_factory=dict,
         description="Options of the object store (region, endpoint, keys), as feedback.lake.storage_options has them "
@@ -289,6 +286,18 @@ class PolicyStoreConfig(Section):
     def redact(self, text: str) -> str:
         """A text of the object store's client without the keys and tokens that are among its options."""
         return without_credentials(text, self.storage_options)
+
+
+class PolicyStoreConfig(ObjectStoreConfig):
+    """Where policies are that several machines share without a shared disk."""
+
+    uri: Address | None = Field(
+        None,
+        pattern=_OBJECT_STORE,
+        description="s3://, gs:// or az:// address below which an object store has the policies and all that is on "
+        "record of them; serve.policies is this machine's copy then, a folder of its own. The store must keep to "
+        "conditional writes (`millrace doctor` tries). null: serve.policies has them.",
+    )
 
 
 class RetentionConfig(Section):

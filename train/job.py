@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from feedback.config import ScoringConfig
+from feedback.files import replace_file
 from feedback.lake.tables import Lake, LakeError
 from serve.policies.open_store import open_store
 from serve.policies.store import Policy, PolicyStore
@@ -41,11 +42,14 @@ from train.run.publish import publish
 from train.run.record import keep_data
 from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run
 from train.run.reward_model import keep, publish_reward_model
+from train.run.shared_run import SharedRun, shared_run
 from train.run.unfinished import Stores, forget
 from train.workers.resident_pools import ResidentPools
 from train.workers.role_groups import start_groups
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
+
+RESULT = "result.json"
 
 
 def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None = None) -> JobResult:
@@ -67,7 +71,16 @@ def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None
         serve.policies.store.PolicyPruned: the parent's weights were removed.
     """
     compat.require()
-    with only_run(context), ExitStack() as held:
+    with only_run(context), shared_run(config.run_store, context) as shared:
+        result = _run(config, context, shared, resident)
+        replace_file(context.folder / RESULT, result.model_dump_json(indent=2).encode())
+    return result
+
+
+def _run(
+    config: TrainConfig, context: JobContext, shared: SharedRun | None, resident: ResidentPools | None
+) -> JobResult:
+    with ExitStack() as held:
         stores = Stores(open_store(context.policies, context.policy_store), PolicyStore(context.reward_models))
         lake = Lake(context.lake_uri, context.lake)
         reward = None
@@ -98,7 +111,8 @@ def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None
             if reward is not None and config.placement.reward is None:  # a pool may have a device that is not here
                 trial(reward)
             pools = None if resident is None else resident.of(config, begun.parent)
-            return train(dataflow, config, context, stores, begun, data, seed, history, erasures, reward, trial, pools)
+            what = (dataflow, config, context, stores, begun, data, seed, history, erasures, reward, trial, pools)
+            return train(*what, shared)
         except TrainingStopped as stopped:
             if isinstance(stopped, RowsErased):
                 forget(context.folder)
@@ -118,6 +132,7 @@ def train(
     reward: Reward | None,
     trial: Callable[[RewardFunction], object] = lambda _: None,
     pools: AbstractContextManager[dict[str, Pool]] | None = None,
+    shared: SharedRun | None = None,
 ) -> JobResult:
     """From the first step, or from the checkpoint, to the published candidate.
 
@@ -126,6 +141,7 @@ def train(
         reward: of what is sampled; None if nothing is.
         trial: of the reward, where it is on a pool.
         pools: those of resident workers; by default new ones.
+        shared: the run in an object store; None if there is none.
     """
     started = time.monotonic()
     say(f"{context.run}: starting the workers")
@@ -144,6 +160,8 @@ def train(
         def on_saved(steps: int, folder: Path) -> None:
             best.prune(history)
             watchers.checkpoint(steps, folder)
+            if shared is not None:
+                shared.upload_soon()
 
         checkpoints = Checkpoints(config.checkpoint, context, groups.trained, on_saved)
         flow = dataflow(Run(config, context, groups, data, seed, timer))
@@ -168,6 +186,8 @@ def train(
             check_health(config, history)
             best.look(history)
             erasures.check_between_steps(context.run)
+            if shared is not None:
+                shared.check()
             checkpoints.collect()
             if checkpoints.due(step + 1):
                 checkpoints.save(
@@ -182,6 +202,8 @@ def train(
                 )
         checkpoints.collect(wait=True)
         say(f"{context.run}: {resources.end()}")
+        if shared is not None:
+            shared.renew()  # two machines must not publish it
         trains_policy, target = config.algorithm.trains_policy, stores.of(config.algorithm.name)
         publishing = time.monotonic()
         trained = (target, parent, groups.actor, config, context, begun.start, history)

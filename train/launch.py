@@ -26,7 +26,6 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from feedback.files import replace_file
 from feedback.fork_server import PARENT, fork
 from feedback.process_exit import SIGNALLED, end_process, skip_teardown, teardown_is_skipped
 from feedback.resident_socket import GONE_S, ask, connect, hang_up, wait_until_gone
@@ -266,14 +265,13 @@ def run_as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:
 
 
 def run_spec(config: TrainConfig, context: JobContext, resident: ResidentPools | None = None) -> None:
-    """Run a job where its ranks can be started, and leave its result beside its metrics, or why it has none."""
+    """Run a job where its ranks can be started, and leave beside its metrics why it has no result, if it has none."""
     try:
-        result = run(config, context, resident)
+        run(config, context, resident)
     except Exception as error:
         ours = type(error).__module__.split(".")[0] in ("feedback", "serve", "evaluation", "train")  # these say it all
         (context.folder / ERROR).write_text(str(error) if ours else f"{type(error).__name__}: {error}")
         raise
-    replace_file(context.folder / "result.json", result.model_dump_json(indent=2).encode())
 
 
 def error_of(context: JobContext) -> str | None:

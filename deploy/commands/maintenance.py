@@ -113,7 +113,7 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
     from deploy.loop import lineage
     from evaluation.shadow.kept import FOLDER, forget_gone
     from feedback.maintenance.maintain import maintain as maintain_lake
-    from train.run.unfinished import forget_erased
+    from train.run.unfinished import forget_erased, forget_erased_in_store
 
     lake, resolved, stores = settings.lake(), settings.resolved(), settings.stores()
 
@@ -126,6 +126,8 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
         lake.create()
         done = maintain_lake(lake, Path(resolved.feedback.journal.folder), rewritten)
         forgotten = forget_erased(lake, resolved.train.runs, stores)
+        if (shared := settings.run_store()) is not None:
+            forgotten += forget_erased_in_store(lake, shared, stores)
         forget_gone(lake, resolved.evaluation.folder / FOLDER, click.echo)
     if any(done.erased.values()):
         click.echo(f"erased, behind an earlier erasure: {_counted(done.erased)}")
@@ -172,7 +174,7 @@ def erase(
     from feedback.maintenance.erasure import Target, earlier, find
     from feedback.maintenance.erasure import erase as erase_rows
     from serve.policies.store import PolicyError
-    from train.run.unfinished import forget_erased
+    from train.run.unfinished import forget_erased, forget_erased_in_store
 
     try:
         target = Target(user=user, tenant=tenant, response_id=response_id)
@@ -217,6 +219,11 @@ def erase(
             outcome.result = {"rows": done.rows, "policies": [one.name for one in reached if one.kind == "policy"]}
         _print_reached(late)
         _print_forgotten(forget_erased(lake, runs, stores))
+        if (shared := settings.run_store()) is not None:
+            try:
+                _print_forgotten(forget_erased_in_store(lake, shared, stores))
+            except PolicyError as error:  # the rows are gone by now: that must be reported
+                click.echo(f"warning: the next `millrace lake maintain` removes what runs have kept: {error}", err=True)
         forget_gone(lake, resolved.evaluation.folder / FOLDER, click.echo)
     click.echo(f"erased: {_counted(done.rows)} in {done.seconds:.1f} s")
     suite = settings.path(settings.evaluation.suite)

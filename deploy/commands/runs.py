@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,15 +36,16 @@ def runs(ctx: click.Context, settings: Settings, as_json: bool) -> None:
 @pass_settings
 def list_runs(settings: Settings, as_json: bool) -> None:
     """List the training runs, and what each came to."""
-    from train.run.retention import run_folders
-
     folder = settings.resolved().train.runs
+    found, elsewhere = _all_runs(settings)
     rows = []
-    for run in run_folders(folder):
+    for run in found:
         result = run.result
         ended = "-" if result is None else result.reason or result.published
-        rows.append([run.name, f"{run.at:%Y-%m-%d %H:%M:%S}", run.state, f"{run.bytes / 2**20:.1f} MiB", ended])
+        row = [run.name, f"{run.at:%Y-%m-%d %H:%M:%S}", run.state, f"{run.bytes / 2**20:.1f} MiB", ended]
+        rows.append(row if elsewhere is None else [*row, elsewhere.get(run.name, "-")])
     columns = ["run", "last at work (UTC)", "state", "checkpoints", "result"]
+    columns += [] if elsewhere is None else ["in the store"]
     if as_json:
         click.echo(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
         return
@@ -97,12 +99,26 @@ def compare_runs(settings: Settings, names: tuple[str, ...], metric: str | None,
     click.echo(compared(records, metric, curves))
 
 
-def _found(settings: Settings, names: tuple[str, ...]) -> list[RunFolder]:
-    """The runs of these names. Raises UsageError if there is none of a name."""
+def _all_runs(settings: Settings) -> tuple[list[RunFolder], dict[str, str] | None]:
+    """The runs of this machine and of the object store; how they are there, None without a store that answers."""
     from train.run.retention import run_folders
 
+    folder, shared = settings.resolved().train.runs, settings.run_store()
+    if shared is not None:
+        from serve.policies.folder import PolicyError
+        from train.run.shared_run import with_shared
+
+        try:
+            return with_shared(shared, folder, report=partial(click.echo, err=True))
+        except PolicyError as error:
+            click.echo(f"warning: the runs of this machine alone: {error}", err=True)
+    return run_folders(folder), None
+
+
+def _found(settings: Settings, names: tuple[str, ...]) -> list[RunFolder]:
+    """The runs of these names. Raises UsageError if there is none of a name."""
     folder = settings.resolved().train.runs
-    there = {run.name: run for run in run_folders(folder)}
+    there = {run.name: run for run in _all_runs(settings)[0]}
     for name in names:
         if name not in there:
             newest = ", ".join(list(there)[-_NAMED:]) or "none"
@@ -126,10 +142,14 @@ def prune_runs(settings: Settings, dry_run: bool, json_out: Path | None) -> None
     train = settings.resolved().train
     trained = [record for record in load_all(settings) if record.run is not None][-1:]
     last = [run for record in trained for run in (record.run, *(stage.run for stage in record.stages)) if run]
-    found = run_folders(train.runs)
+    found, shared = run_folders(train.runs), settings.run_store()
+    if shared is not None:
+        from train.run.shared_run import with_shared
+
+        found, _ = with_shared(shared, train.runs)
     stay = kept_runs(found, train.retention, last)
     gone = [run for run in found if run.state == "unfinished" and run.name not in stay]
-    removed = [run.name for run in gone] if dry_run else give_up(run.folder for run in gone)
+    removed = [run.name for run in gone] if dry_run else give_up((run.folder for run in gone), shared)
     for name, reason in sorted((stay | {run.name: "at work" for run in gone if run.name not in removed}).items()):
         click.echo(f"run {name}: kept ({reason})")
     size = sum(run.bytes for run in gone if run.name in removed)

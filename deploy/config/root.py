@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from evaluation.judging import Sources
     from feedback.lake.tables import Lake
     from serve.policies.store import PolicyStore
+    from train.run.run_store import RunStore
     from train.run.unfinished import Stores
 
 __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
@@ -430,15 +431,16 @@ class Settings(Section):
                 raise ValueError(
                     f"{where}: train.algorithm.name={train.algorithm.name} trains no policy: use stage: reward-model"
                 )
-            if (train.runs, train.reward_model.folder) != (self.train.runs, self.train.reward_model.folder):
+            places = [(one.runs, one.run_store, one.reward_model.folder) for one in (train, self.train)]
+            if places[0] != places[1]:
                 raise ValueError(
-                    f"{where}: train.runs and train.reward_model.folder are where all stages keep things: set them "
-                    "outside the recipe"
+                    f"{where}: train.runs, train.run_store and train.reward_model.folder are where all stages keep "
+                    "things: set them outside the recipe"
                 )
 
     def of_stage(self, stage: RecipeStage) -> Settings:
         """The settings that a stage of the recipe runs with. Raises ConfigError if they can't work."""
-        own, values = stage.set.get("algorithm"), self.train.model_dump()
+        own, values = stage.set.get("algorithm"), self.train.model_dump(context=IN_CLEAR)
         if isinstance(own, dict) and own.get("name", self.train.algorithm.name) != self.train.algorithm.name:
             del values["algorithm"]  # what is set there is of another algorithm
         else:  # what follows from the others' settings follows from the stage's own; a snapshot has both set
@@ -585,6 +587,14 @@ class Settings(Section):
 
         folders = (self.train.reward_model.folder, self.evaluation.reward_model_folder)
         return Stores(self.policy_store(), *(PolicyStore(self.path(folder)) for folder in folders))
+
+    def run_store(self) -> RunStore | None:
+        """The object store that has the runs; None if they are on this machine alone."""
+        if self.train.run_store.uri is None:
+            return None
+        from train.run.run_store import open_runs
+
+        return open_runs(self.train.run_store)
 
     def lake(self) -> Lake:
         from feedback.lake.tables import Lake

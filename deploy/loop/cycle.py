@@ -79,6 +79,11 @@ def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> Cycl
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock", LOCK_WAIT_S, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
+        if settings.train.run_store.uri is not None:
+            from deploy.loop.other_machines import take_over  # obstore is loaded where it is used
+
+            if busy := take_over(settings, say):
+                raise CycleBusy(busy)
         with preloaded.serving(settings.path(settings.up.logs) / "preloaded.log"), resident.serving(settings):
             cycle = _Cycle(settings, say)
             with traced(settings, "millrace-cycle") as tracing:
@@ -356,7 +361,8 @@ class _Cycle:
         hands its parent on. What it returns says why there is no candidate, if there is none.
         """
         last, left = unfinished_training(self.settings, self.record.number, incumbent, parent)
-        removed = give_up(self.settings.path(self.settings.train.runs) / name for name in left)
+        folders = [self.settings.path(self.settings.train.runs) / name for name in left]
+        removed = give_up(folders, self.settings.run_store())
         for name, hindrance in left.items():
             then = "its checkpoints are removed" if name in removed else "it is trained anew"
             self.say(f"run {name} can't go on ({hindrance}): {then}")

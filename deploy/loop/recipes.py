@@ -17,6 +17,7 @@ from deploy.loop.preflight import reward_of
 from deploy.loop.records import load_all, new_rows
 from evaluation.suites.suite import SuiteError
 from feedback.datasets import count_given
+from feedback.settings_base import IN_CLEAR
 from serve.policies.store import PolicyStore
 from train.config.training import TrainConfig
 from train.run.resume_settings import started
@@ -143,7 +144,7 @@ def _chosen(settings: Settings, recipe: str | None, why: str, algorithm: str | N
 
 def _offline_config(settings: Settings, algorithm: str) -> TrainConfig:
     """Training by an algorithm that takes what it doesn't read back to its defaults."""
-    values: dict[str, Any] = settings.train.model_dump()
+    values: dict[str, Any] = settings.train.model_dump(context=IN_CLEAR)
     sampled = ("prompts", "traffic_share", "traffic_weight", "pass_rate")
     data = {name: value for name, value in values["data"].items() if name not in sampled}
     sizes = {name: values["rollout"][name] for name in ("max_tokens", "max_model_len")}

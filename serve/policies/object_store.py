@@ -29,7 +29,6 @@ _LOOK: Final = "5s"
 _SOON: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}  # a connection that idled may be closed
 _CHUNK: Final = 16 << 20  # these bytes, so that 0.3 MB/s are enough
 _RETRIES: Final = {"max_retries": 2, "retry_timeout": timedelta(seconds=90)}
-_RESTORE: Final = "restore the object, or publish the policy again"
 _TRANSFERS: Final = 4  # files, and parts of an upload, at the same time
 _LONGEST: Final = 500  # characters of the client's own message
 _ELAPSED: Final = re.compile(r" in [\d.]+(n|µ|m)?s\b")  # it would make each message another one
@@ -56,6 +55,18 @@ _CONNECTION: Final = frozenset(
 """Options of the connection, which deltalake takes among those of the store, and obstore beside them."""
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a store has, for its messages. ``setting``: its section. ``remedy``: of a damaged object."""
+
+    what: str
+    setting: str
+    remedy: str
+
+
+POLICIES: Final = Contents("policies", "serve.policy_store", "restore the object, or publish the policy again")
+
+
 class Conflict(PolicyError):
     """The object is not the version that was to be replaced."""
 
@@ -71,9 +82,15 @@ class Stored:
 class ObjectStore:
     """The objects below one address. ``redact`` takes what is secret out of the client's messages."""
 
-    def __init__(self, uri: str, options: Mapping[str, str], redact: Callable[[str], str] = str) -> None:
+    def __init__(
+        self,
+        uri: str,
+        options: Mapping[str, str],
+        redact: Callable[[str], str] = str,
+        contents: Contents = POLICIES,
+    ) -> None:
         self.uri = uri.rstrip("/")
-        self._redact = redact
+        self._redact, self._contents = redact, contents
         config, connection = dict[str, str](), dict[str, str](_TIMEOUTS)
         for name, value in options.items():
             of_connection = (short := _PROVIDER.sub("", name.lower())) in _CONNECTION
@@ -132,7 +149,9 @@ class ObjectStore:
         with self._reached(f"look at {name}"):
             there = int(obstore.head(self._store, name)["size"])
         if there != size:  # a range behind the end would be refused as if the store were at fault
-            raise PolicyCorrupt(f"{self.uri}/{name} has {there} bytes, its manifest says {size}: {_RESTORE}")
+            raise PolicyCorrupt(
+                f"{self.uri}/{name} has {there} bytes, its manifest says {size}: {self._contents.remedy}"
+            )
         for again in (False, True):
             if again:  # what was there of it may have been torn
                 path.unlink(missing_ok=True)
@@ -160,7 +179,7 @@ class ObjectStore:
         path.unlink(missing_ok=True)
         raise PolicyCorrupt(
             f"{self.uri}/{name} has sha256 {digest.hexdigest()[:12]}… ({done} bytes), its manifest says {sha256[:12]}… "
-            f"({size} bytes): {_RESTORE}"
+            f"({size} bytes): {self._contents.remedy}"
         )
 
     def names(self, prefix: str) -> list[str]:
@@ -188,9 +207,9 @@ class ObjectStore:
                     self.write_if(name, content, before)
                 except Conflict:
                     continue
-                raise PolicyError(f"{self.uri} wrote an object against {what}: it can't hold policies")
+                raise PolicyError(f"{self.uri} wrote an object against {what}: it can't hold {self._contents.what}")
             if (found := self.read(name, 1)) is None or (found.content, found.version) != (b"2", second):
-                raise PolicyError(f"{self.uri} does not read back what it has written: it can't hold policies")
+                raise PolicyError(f"{self.uri} does not read back what it wrote: it can't hold {self._contents.what}")
         finally:
             self.delete([name])
 
@@ -208,8 +227,8 @@ class ObjectStore:
             if isinstance(error, FileNotFoundError) and not must_be_there:
                 raise FileNotFoundError(f"{self.uri}: {self._text(error)}") from None
             raise StoreUnreachable(
-                f"the policy store {self.uri} could not be reached to {what}: {self._text(error)}. Look at "
-                "serve.policy_store and the network; `millrace doctor` tries the store out"
+                f"the store of {self._contents.what} {self.uri} could not be reached to {what}: {self._text(error)}. "
+                f"Look at {self._contents.setting} and the network; `millrace doctor` tries the store out"
             ) from None
 
     def _text(self, error: Exception) -> str:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from feedback.config import Weight
-from feedback.settings_base import Section
-from serve.config import RetentionConfig
+from feedback.settings_base import Address, Section
+from serve.config import ObjectStoreConfig, RetentionConfig
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -292,6 +292,25 @@ class RunRetentionConfig(Section):
         "Those of runs at work, and of a cycle's last one, stay too.",
     )
     days: float = Field(7, ge=0, description="So do those of runs that were at work in the last so many days.")
+
+
+class RunStoreConfig(ObjectStoreConfig):
+    """Where runs and their checkpoints are, so that another machine without a shared disk can go on with them."""
+
+    uri: Address | None = Field(
+        None,
+        pattern=r"^(s3|gs|az)://[^/]",
+        description="s3://, gs:// or az:// address below which an object store has the runs: what each was started "
+        "with, its metrics, its result and its checkpoints. train.runs is this machine's copy then. Runs with the same "
+        "address share their names. Whoever can write to it can run code on the machines that train. null: a run is on "
+        "its machine alone.",
+    )
+    lease_s: float = Field(
+        300,
+        ge=1,
+        description="A machine that is at work on a run renews its claim three times in so many seconds; when it has "
+        "not, for so long, another one may go on with the run.",
+    )
 
 
 class CheckpointConfig(Section):

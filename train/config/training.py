@@ -22,10 +22,20 @@ from train.config.sections import (
     RewardModelConfig,
     RolloutConfig,
     RunRetentionConfig,
+    RunStoreConfig,
 )
 
 _OF_ANY_RUN: Final = (
-    *("runs", "ranks", "threads_per_rank", "dtype", "micro_batch_tokens", "activation_checkpointing", "seed"),
+    *(
+        "runs",
+        "run_store",
+        "ranks",
+        "threads_per_rank",
+        "dtype",
+        "micro_batch_tokens",
+        "activation_checkpointing",
+        "seed",
+    ),
     *("ray_address", "launcher", "start_timeout_s", "step_timeout_s", "erased_rows", "fsdp", "checkpoint"),
     "resident",
 )
@@ -38,6 +48,9 @@ class TrainConfig(Section):
     model_config = ConfigDict(frozen=False)  # a validator completes ``algorithm``
 
     runs: Path = Field(Path("runs"), description="Folder of training runs, relative to home.")
+    run_store: RunStoreConfig = Field(
+        default_factory=RunStoreConfig, description="Runs in an object store, for machines without a shared disk."
+    )
     ranks: int = Field(1, ge=1, description="Worker processes; each holds an FSDP shard and generates.")
     threads_per_rank: int = Field(1, ge=1, description="CPU threads of each worker process.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Compute type; master weights are float32.")
@@ -129,7 +142,7 @@ class TrainConfig(Section):
     keep: Literal["last", "best"] = Field(
         "last",
         description="Which weights become the candidate: those after the last step, or after the step with the highest "
-        "mean reward on train.evaluate_suite.",
+        "mean reward on train.evaluate_suite. Not together with train.run_store.",
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="How the weights in training are spread.")
@@ -296,6 +309,11 @@ def _placement_suits(config: TrainConfig) -> None:
 def _evaluation_suits(config: TrainConfig) -> None:
     if config.keep == "best" and config.evaluate_suite is None:
         raise ValueError("train.keep=best needs train.evaluate_suite, by whose rewards the best step is known; set it")
+    if config.keep == "best" and config.run_store.uri is not None:
+        raise ValueError(
+            "train.keep=best and train.run_store can't be had together: the weights of the best step stay on the "
+            "machine that has it, and another one could not publish them; set train.keep=last"
+        )
     if config.evaluate_suite is not None and not config.samples:
         raise ValueError(
             f"train.evaluate_suite={config.evaluate_suite} is answered by what samples responses, and this run samples "

@@ -5,5 +5,7 @@
 on held-out prompts), ``publish`` (the trained policy, into the store),
 ``reward_model`` (a trained reward model, and whether it is to reward) with ``calibration`` (its scores as log odds),
 ``erasures`` (rows that were erased while it trained), ``unfinished`` (runs at work or killed, and what goes with an
-erasure), ``retention`` (which runs keep their checkpoints), ``record`` (all that a run's folder tells).
+erasure), ``retention`` (which runs keep their checkpoints), ``record`` (all that a run's folder tells). Machines
+without a shared disk: ``run_store`` (runs in an object store), ``shared_run`` (one at work, that others may go on
+with).
 """

@@ -10,12 +10,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from feedback.files import try_lock
 from feedback.lake.table_changes import ErasedSince, LogGoneError
@@ -23,9 +23,13 @@ from feedback.lake.tables import Lake
 from serve.policies.store import PolicyNotFound, PolicyStore
 from train.config.algorithms import REWARD_MODEL
 
+if TYPE_CHECKING:
+    from train.run.run_store import RunStore
+
 START: Final = "start.json"
 LOCK: Final = ".lock"
-_KEPT: Final = ("checkpoints/*", "checkpoints/.step-*", "candidate", "best/*")
+UPLOADING: Final = ".uploading"
+_KEPT: Final = ("checkpoints/*", "checkpoints/.step-*", "candidate", "best/*", UPLOADING)
 """What a run writes before it has published."""
 
 
@@ -97,16 +101,42 @@ def forget_erased(lake: Lake, runs: Path, stores: Stores) -> list[str]:
             if not alone or not start.exists():
                 continue
             started = json.loads(start.read_text())
-            config = started["config"]
-            store = stores.of(config["algorithm"]["name"], config.get("data", {}).get("holdout_side", "rest"))
+            store = _target(started, stores)
             published = published_by(store, started.get("id")) if (folder / "checkpoints").exists() else None
             if (published is None and not any(kept(folder))) or not was_erased(lake, started["lake_versions"]):
                 continue
             if published is not None:
-                mark(store, published, "rows that it had read were erased before its run had ended")
+                mark(store, published, _LATE)
             forget(folder)
             forgotten.append(folder.name)
     return forgotten
+
+
+def forget_erased_in_store(lake: Lake, runs: RunStore, stores: Stores) -> list[str]:
+    """``forget_erased`` of the runs in an object store that no machine is at work on; their names.
+
+    Raises also serve.policies.folder.PolicyError: the store can't be reached.
+    """
+    forgotten = []
+    for manifest in [found.manifest for found in runs.all()]:
+        if not manifest.checkpoints or (started := runs.start_of(manifest)) is None:
+            continue
+        if not was_erased(lake, started["lake_versions"]) or not runs.drop(manifest.run, forget=True):
+            continue
+        store = _target(started, stores)
+        if (published := published_by(store, started.get("id"))) is not None:
+            mark(store, published, _LATE)
+        forgotten.append(manifest.run)
+    return forgotten
+
+
+_LATE: Final = "rows that it had read were erased before its run had ended"
+
+
+def _target(started: Mapping[str, Any], stores: Stores) -> PolicyStore:
+    """What a run that was started so publishes into."""
+    config = started["config"]
+    return stores.of(config["algorithm"]["name"], config.get("data", {}).get("holdout_side", "rest"))
 
 
 def needed_by_runs(runs: Path, store: PolicyStore, why: str) -> dict[int, str]:
@@ -170,18 +200,23 @@ def was_erased(lake: Lake, versions: dict[str, int], *, unknown: bool = True) ->
 def forget(folder: Path) -> None:
     """Remove what a run has kept, and that it ever began. Its lock must be held."""
     for path in kept(folder):
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=path.name == UPLOADING)  # a thread of this process may be removing that
     (folder / START).unlink(missing_ok=True)
 
 
-def give_up(folders: Iterable[Path]) -> list[str]:
+def give_up(folders: Iterable[Path], shared: RunStore | None = None) -> list[str]:
     """Remove what idle runs have kept, so that they can't go on; the names of those that had something.
 
     What they were started with, their metrics and their results stay.
+
+    ``shared``: the object store that has the runs, where it is removed, too.
     """
     removed = []
     for folder in folders:
-        if not any(kept(folder)):
+        if shared is not None and not shared.drop(folder.name):
+            if (found := shared.read(folder.name)) is not None and found.manifest.claim is not None:
+                continue  # another machine is at work on it
+        elif shared is None and not any(kept(folder)):
             continue
         with _alone(folder) as alone:
             if alone:

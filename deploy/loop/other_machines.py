@@ -1,0 +1,68 @@
+"""What the cycles of other machines have left in the object store of runs, so that this machine's go on with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+from deploy.config.root import Settings
+from deploy.loop.records import CycleRecord, Stage, next_number, now, write
+from serve.policies.folder import PolicyError
+from train.checkpoint.folders import CheckpointError
+from train.run.run_store import Manifest, RunStore, taken
+
+_CYCLES_RUN: Final = re.compile(r"cycle-(\d{6,})(?:-(.+))?")
+
+
+def take_over(settings: Settings, say: Callable[[str], None]) -> str | None:
+    """Have a record of the last cycle that trained elsewhere, if it is later than all here: cycles share their numbers.
+
+    Why no cycle can begin here now, if another machine is at work on that one.
+
+    It was killed, by that, if its run has a checkpoint and no machine is at work on it: then the next cycle goes on
+    with it, where it would with one of this machine. What has no checkpoint is not taken up: whether it was judged is
+    in that machine's ledger.
+
+    Raises serve.policies.folder.PolicyError: the store can't be reached.
+    """
+    store = settings.run_store()
+    if store is None:
+        return None
+    known, found = next_number(settings) - 1, dict[int, list[tuple[str, Manifest]]]()
+    for one in store.all(say):
+        if (match := _CYCLES_RUN.fullmatch(one.manifest.run)) and int(match[1]) > known:
+            found.setdefault(int(match[1]), []).append((match[2] or "train", one.manifest))
+    if not found:
+        return None
+    last = max(found)
+    for _, manifest in found[last]:
+        if manifest.claim is not None and manifest.claim.live:
+            return str(taken(manifest.run, manifest.claim))
+    record = CycleRecord(number=last, started_at=now(), finished_at=now(), status="skipped")
+    record.reason = "it trained on another machine"
+    if len(found[last]) == 1 and (started := _fetch(settings, store, found[last][0][1], say)) is not None:
+        [(label, manifest)] = found[last]
+        killed = Stage(name=label, started_at=manifest.at, ok=False, killed=True, run=manifest.run)
+        killed.error = "its machine is gone"
+        record.status, record.run, record.incumbent, record.stages = "failed", manifest.run, started, [killed]
+        record.reason += ", which is at work on it no more"
+    write(settings, record)
+    say(f"cycle {last}: {record.reason}")
+    return None
+
+
+def _fetch(settings: Settings, store: RunStore, manifest: Manifest, say: Callable[[str], None]) -> int | None:
+    """Download a run, if it has a checkpoint; the policy that it started from."""
+    if not manifest.checkpoints:
+        return None
+    folder = settings.path(settings.train.runs) / manifest.run
+    try:
+        if store.fetch_checkpoint(manifest, folder / "checkpoints", 0) is None:
+            return None
+        store.fetch_records(manifest, folder)
+        start = store.start_of(manifest)
+    except (PolicyError, CheckpointError) as error:
+        say(f"run {manifest.run} can't be taken over: {error}")
+        return None
+    return None if start is None else int(start["parent"])

@@ -1,0 +1,94 @@
+"""A cycle of another machine, whose run is in an object store (moto's), is gone on with here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from deploy.config import root
+from deploy.config.root import Settings
+from deploy.loop import records
+from deploy.loop.cycle import CycleBusy, run_cycle
+from deploy.loop.killed_runs import unfinished_training
+from deploy.loop.other_machines import take_over
+from evaluation.suites.suite import Suite
+from tests.object_store import serving
+from train.checkpoint.folders import begin_aside, make_whole
+from train.context import JobContext, RunStart
+from train.run.resume import keep_start, only_run
+from train.run.shared_run import shared_run
+
+
+@pytest.fixture(scope="module")
+def options() -> Iterator[dict[str, str]]:
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture
+def settings(home_with_policy: Settings, options: dict[str, str], request: pytest.FixtureRequest) -> Settings:
+    uri = f"s3://bucket/{request.node.name}"
+    stored = [("train.run_store.uri", uri), ("train.run_store.storage_options", json.dumps(options))]
+    home_with_policy.path(home_with_policy.cycle.folder).mkdir()
+    return root.load(home_with_policy.snapshot(), stored, {})
+
+
+def trained_elsewhere(
+    settings: Settings, home: Path, name: str, at_work: Callable[[], None] = lambda: None, checkpoint: bool = True
+) -> None:
+    """A run of another machine, which is at work on it while ``at_work`` is called."""
+    there = JobContext(
+        run=name, runs=home / "runs", policies=home, reward_models=home, lake_uri=str(home / "lake"), parent=1
+    )
+    with only_run(there), shared_run(settings.train.run_store, there) as run:
+        assert run is not None
+        training = settings.training()
+        suites = {str(suite): Suite.load(suite).sha256 for suite in training.data.exclude_suites}
+        fields = {"parent_sha256": "", "lake_versions": {}, "reward": None, "config": training.model_dump(mode="json")}
+        keep_start(there, RunStart(id=name, parent=1, suites=suites, **fields))
+        if checkpoint:
+            begin_aside(there.folder / "checkpoints", 10, "{}")
+            make_whole(there.folder / "checkpoints", 10)
+        run.upload_soon()
+        at_work()
+
+
+def test_a_run_that_another_machine_has_left_is_what_the_next_cycle_goes_on_with(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained_elsewhere(settings, tmp_path / "a", "cycle-000007")
+    said: list[str] = []
+    assert take_over(settings, said.append) is None
+    assert said == ["cycle 7: it trained on another machine, which is at work on it no more"]
+    assert records.next_number(settings) == 8
+    found, left = unfinished_training(settings, 8, 1, 1)
+    assert found is not None, left
+    assert [stage.run for stage in found.stages] == ["cycle-000007"]
+    assert take_over(settings, said.append) is None
+    assert len(said) == 1
+    assert cli.run(["--config", str(settings.snapshot()), "runs"]) == 0
+    assert re.search(r"cycle-000007 .* unfinished .* 1 checkpoints", capsys.readouterr().out)
+
+
+def test_a_cycle_that_trained_elsewhere_and_left_no_checkpoint_has_its_number(
+    settings: Settings, tmp_path: Path
+) -> None:
+    trained_elsewhere(settings, tmp_path / "a", "cycle-000003", checkpoint=False)
+    take_over(settings, print)
+    [record] = records.load_all(settings)
+    assert (record.number, record.status, record.run) == (3, "skipped", None)
+    assert unfinished_training(settings, 4, 1, 1) == (None, {})
+
+
+def test_no_cycle_begins_while_another_machine_is_at_work_on_a_later_one(settings: Settings, tmp_path: Path) -> None:
+    def at_work() -> None:
+        with pytest.raises(CycleBusy, match=r"pid \d+ on .* is at work on run cycle-000002 until"):
+            run_cycle(settings)
+
+    trained_elsewhere(settings, tmp_path / "a", "cycle-000002", at_work)
+    assert [record.number for record in records.load_all(settings)] == []
