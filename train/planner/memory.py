@@ -62,11 +62,8 @@ def held(shape: ModelShape, how: Sharding) -> Memory:
 
 
 def held_frozen(shape: ModelShape, how: Sharding) -> Memory:
-    """What a rank holds of a frozen model: its slice; and the root's parameters whole, as FSDP2 frees those after a
-    backward pass alone."""
-    return Counter(
-        weights=how.itemsize * shape.parameters // how.shards, unsharded=how.itemsize * shape.root.parameters
-    )
+    """What a rank holds of a frozen model: its slice."""
+    return Counter(weights=how.itemsize * shape.parameters // how.shards)
 
 
 def update(shape: ModelShape, how: Sharding, kept: Activations) -> Memory:

@@ -318,8 +318,7 @@ class _Planner:
         model, how = self._model(role), self._how(role)
         took = memory.inference(model.shape, how, model.trace(self.full))
         cost = step_time.inference_cost(model.shape, how, self.batch, self.machine)
-        slices = Counter({use: count for use, count in self.held[role].items() if use != "unsharded"})
-        return self._phase(name, role, slices + took, cost.times(times))
+        return self._phase(name, role, self.held[role] + took, cost.times(times))
 
     def _update(self, role: str, times: int) -> Phase:
         model, how = self._model(role), self._how(role)
@@ -358,12 +357,10 @@ class _Planner:
 
     def _held(self, role: str) -> Memory:
         how = self._how(role)
-        if role == "reference":
-            if self.shares_actor:
-                return Counter()
-            held = memory.held_frozen(self.models.policy.shape, how)
-            return Counter(unsharded=held["unsharded"]) if how.host else held
-        return Counter() if how.host else memory.held(self._model(role).shape, how)
+        if how.host or (role == "reference" and self.shares_actor):
+            return Counter()
+        held = memory.held_frozen if role == "reference" else memory.held
+        return held(self._model(role).shape, how)
 
     def _offloaded(self) -> int:
         """Bytes of a rank in the host's memory: weights, gradients and moments."""
@@ -372,7 +369,7 @@ class _Planner:
         for role in roles:
             shape, how = self._model(role).shape, self._how(role)
             if role == "reference":
-                total += 0 if self.shares_actor else memory.held_frozen(shape, how)["weights"]
+                total += 0 if self.shares_actor else memory.held_frozen(shape, how).total()
             else:
                 total += memory.held(shape, how).total() + memory.MASTER * shape.trained // how.shards
         return total

@@ -149,7 +149,10 @@ def forward_per_token(
     micro_batch_tokens: int,
     per_token: Callable[[nn.Module, PackedBatch], Tensor],
 ) -> Tensor:
-    """The output of ``per_token``, float32 [T], without gradient, in as many micro-batches on every rank."""
+    """The output of ``per_token``, float32 [T], without gradient, in as many micro-batches on every rank.
+
+    Afterwards each rank has its shards again and nothing else.
+    """
     model.eval()
     result = torch.zeros(len(batch.tokens))
     with torch.no_grad():
@@ -157,6 +160,9 @@ def forward_per_token(
             values = per_token(model, micro)
             if len(sequences):
                 result[batch.token_index(sequences)] = values
+    # FSDP2 leaves the root gathered for a backward pass; without one, embedding and output layer would stay whole.
+    assert isinstance(model, FSDPModule)
+    model.reshard()
     return result
 
 

@@ -49,8 +49,8 @@ def test_a_trained_parameter_takes_twelve_bytes_over_all_ranks() -> None:
     assert held(SHAPE, bf16(4)) == Counter(weights=4 * 3000, optimizer=8 * 3000)
 
 
-def test_a_frozen_model_is_held_in_the_compute_type_and_its_root_whole() -> None:
-    assert held_frozen(SHAPE, bf16(4)) == Counter(weights=2 * 3000, unsharded=2 * 2000)
+def test_a_frozen_model_is_held_in_the_compute_type_over_all_ranks() -> None:
+    assert held_frozen(SHAPE, bf16(4)) == Counter(weights=2 * 3000)
 
 
 def test_one_rank_has_most_when_the_last_layer_goes_back() -> None:
