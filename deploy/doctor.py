@@ -17,18 +17,26 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import psutil
 from packaging.requirements import Requirement
 
+from deploy import memory_check
 from deploy.config.root import ConfigError, Settings
 from serve.kv_cache import BATCH_SHARE, SERVER_SHARE, ContextRefused, KVCache, fit_engine, machine_memory
 from serve.policies.folder import safetensors_header
 from serve.vllm.compat import VERSIONS, installed
 from train.config.context_length import rollout_cache
+from train.planner.check import Level
 
 GIB = 2**30
+_LEVELS: Final[dict[Level, Literal["ok", "warn", "bad"]]] = {
+    "fits": "ok",
+    "tight": "warn",
+    "refused": "bad",
+    "unplanned": "ok",
+}
 PACKAGES = ("torch", "transformers", "ray", "pyarrow", "duckdb", "deltalake", "fastapi", "pydantic", "apscheduler")
 
 
@@ -49,7 +57,19 @@ def _check(name: str, ok: bool, found: str, advice: str, level: Literal["warn", 
 
 def examine(settings: Settings) -> list[Check]:
     """Every check, in order. A check that can't be made is a finding too, never an exception."""
-    makers = (_python, _packages, _vllm, _devices, _memory, _context, _cores, _shared_memory, _disk, _open_files)
+    makers = (
+        _python,
+        _packages,
+        _vllm,
+        _devices,
+        _memory,
+        _plans,
+        _context,
+        _cores,
+        _shared_memory,
+        _disk,
+        _open_files,
+    )
     checks: list[Check] = []
     for make in (*makers, _port, _keys, _home, _object_stores, _loop):
         try:
@@ -151,6 +171,20 @@ def _memory(settings: Settings) -> Iterable[Check]:
         "train.rollout.kv_cache_bytes or evaluation.engine.kv_cache_bytes"
     )
     yield _check("memory", memory.available >= needed, found, advice)
+
+
+def _plans(settings: Settings) -> Iterable[Check]:
+    """What the planner predicts of the server and of each stage that trains a policy, on this machine."""
+    if (policy := _serving_folder(settings)) is None:
+        return
+    plans = {"plan of serve": memory_check.server(settings, policy)}
+    for stage in settings.cycle.stages:
+        if stage.stage == "train":
+            plans[f"plan of {stage.label}"] = memory_check.training(settings.of_stage(stage).train, policy)
+    for name, plan in plans.items():
+        level = _LEVELS[plan.level]
+        found = {"fits": "", "unplanned": "not planned: "}.get(plan.level, "does not fit: ") + plan.found
+        yield Check(name, level, found, plan.advice)
 
 
 def _context(settings: Settings) -> Iterable[Check]:

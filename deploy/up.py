@@ -9,7 +9,7 @@ import errno
 import time
 from collections.abc import Callable
 
-from deploy import initialise
+from deploy import initialise, memory_check
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import preflight
 from deploy.loop.cycle import LOCK_WAIT_S
@@ -54,6 +54,7 @@ def up(
     lock.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock, LOCK_WAIT_S, busy=UpFailed(f"another `millrace up` runs in {settings.home}")):
         _require_free_port(settings)
+        memory_check.require_server(settings, None, lambda _: None)  # the server itself prints what is no error
         if list_switches:
             for line in switches(settings):
                 say("up", line)

@@ -11,6 +11,14 @@ from feedback.config import without_credentials
 from feedback.settings_base import Address, Secret, Section
 
 
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # what YAML makes of an off without quotes
+
+
+MemoryCheck = Annotated[Literal["refuse", "warn", "off"], BeforeValidator(_off)]
+"""What becomes of settings that can't fit the machine's memory, before anything is started."""
+
+
 class EngineConfig(Section):
     """vLLM."""
 
@@ -116,10 +124,6 @@ def _network(value: str) -> str:
 
 
 ProxyAddress = Annotated[str, AfterValidator(_network)]
-
-
-def _off(value: Any) -> Any:
-    return "off" if value is False else value  # what YAML makes of an off without quotes
 
 
 class LimitsConfig(Section):
@@ -348,6 +352,12 @@ class ServeConfig(Section):
         default_factory=list,
         description="Addresses or networks of the proxies before the server. Only of theirs is X-Forwarded-For taken "
         "for where a request comes from: in the audit log, the access log, and where keys are slowed down.",
+    )
+    plan: MemoryCheck = Field(
+        "refuse",
+        description="What is done before the start where weights and KV cache are planned not to fit. refuse: end with "
+        "an error where they are far beyond the memory (on a GPU 1.1 times, on a CPU 1.25 times), and warn of what is "
+        "closer, and of a second set of weights for which there is no room. warn: warn, and start. off: plan nothing.",
     )
     policies: str = Field("policies", description="Folder of the policy store.")
     policy_store: PolicyStoreConfig = Field(

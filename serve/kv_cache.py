@@ -125,7 +125,9 @@ class EngineSettings(Protocol):
     def tensor_parallel_size(self) -> int: ...
 
 
-def fit_engine(config: EngineSettings, policy: Path, *, section: str, share: float) -> KVCache:
+def fit_engine(
+    config: EngineSettings, policy: Path, *, section: str, share: float, memory: int | None = None
+) -> KVCache:
     """``fit`` by the settings of an engine."""
     return fit(
         policy,
@@ -136,6 +138,7 @@ def fit_engine(config: EngineSettings, policy: Path, *, section: str, share: flo
         share=share,
         section=section,
         devices=config.tensor_parallel_size,
+        memory=memory,
     )
 
 

@@ -144,6 +144,7 @@ def train(
     Exit code 3 if there was nothing to learn from (too few prompts, or rewards that do not differ), or what it learned
     from was erased meanwhile, 1 if the run was stopped for its health or failed; nothing is then published.
     """
+    from deploy import memory_check
     from deploy.loop.cycle import training_parent
     from deploy.loop.preflight import no_reward, reward_of, training_problems
 
@@ -162,6 +163,8 @@ def train(
         from train.context import JobContext
         from train.launch import run_job
 
+        if not reward_model:
+            memory_check.require_training(settings, parent, partial(click.echo, err=True))
         context = JobContext(
             run=name,
             runs=resolved.train.runs,

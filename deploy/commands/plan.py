@@ -62,13 +62,13 @@ def plan(
     Exit code 1 if nothing fits; the message says by how much, and which machines would do.
     """
     from train.planner.machine import MachineUnknown, read_machine
-    from train.planner.plan import NothingFits, choose, fitting_machines, serving, sets_ranks
+    from train.planner.plan import NothingFits, Workload, choose, fitting_machines, serving, sets_ranks
 
     config = settings.resolved().train
     try:
         if (gpus is None) == (machine_file is None):
             raise MachineUnknown("name the machine by one of --gpus (8x80GB, 8xH100, cpu) and --machine FILE")
-        work = _workload(config, prompt_tokens)
+        work = Workload.of(config, prompt_tokens)
         machine = _machine(gpus, config) if machine_file is None else read_machine(machine_file)
     except MachineUnknown as error:
         raise click.UsageError(str(error)) from error
@@ -96,14 +96,6 @@ def plan(
     return 0
 
 
-def _workload(config: TrainConfig, prompt_tokens: int) -> Workload:
-    """A step as train says, with responses of the greatest length."""
-    from train.planner.plan import Workload
-
-    group = config.algorithm.group_size if config.samples else 2 if config.algorithm.name == "dpo" else 1
-    return Workload(config.data.prompts_per_step, group, prompt_tokens, config.rollout.max_tokens)
-
-
 def _machine(gpus: str | None, config: TrainConfig) -> Machine:
     from train.planner.machine import parse_gpus
 
@@ -121,33 +113,13 @@ def _serving_folder(settings: Settings) -> Path:
     return store.get(pointer.version).path
 
 
-def chosen(found: Plan) -> dict[str, Any]:
-    """The settings of the plan, by name."""
-    config = found.config
-    return {
-        "train.ranks": config.ranks,
-        "train.micro_batch_tokens": config.micro_batch_tokens,
-        "train.activation_checkpointing": config.activation_checkpointing,
-        "train.fsdp.reduce_every_micro_batch": config.fsdp.reduce_every_micro_batch,
-        "train.fsdp.cpu_offload": config.fsdp.cpu_offload,
-        **(
-            {
-                "train.rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
-                "train.rollout.kv_cache_bytes": found.kv_bytes,
-            }
-            if config.samples
-            else {}
-        ),
-    }
-
-
 def _as_json(found: Plan, shape: ModelShape, work: Workload, replica: Serving, twice: Plan | None) -> dict[str, Any]:
     model = {"architecture": shape.architecture, "parameters": shape.parameters, "active": shape.active}
     return {
         "model": {**model, "by_kind": shape.kinds, "stored": shape.stored},
         "machine": {**asdict(found.machine), "usable": found.machine.usable},
         "step": asdict(work),
-        "settings": chosen(found),
+        "settings": found.settings,
         "gpu_memory_utilization": round(found.engine_share, 3),
         "micro_batches": found.micro_batches,
         "phases": [{**asdict(phase), "bytes": phase.bytes} for phase in found.phases],
@@ -155,7 +127,7 @@ def _as_json(found: Plan, shape: ModelShape, work: Workload, replica: Serving, t
         "seconds": found.seconds,
         "memory_limit": {"phase": found.peak.name, "bytes": found.peak.bytes, "largest": _most(found.peak.memory)},
         "time_limit": {"phase": found.slowest.name, "bound": found.slowest.cost.bound},
-        "twice_the_devices": None if twice is None else {"seconds": twice.seconds, "settings": chosen(twice)},
+        "twice_the_devices": None if twice is None else {"seconds": twice.seconds, "settings": twice.settings},
         "serving": asdict(replica),
     }
 
@@ -173,7 +145,7 @@ def _lines(found: Plan, shape: ModelShape, work: Workload, replica: Serving, twi
     lengths = f"{work.prompt_tokens} + {work.response_tokens} tokens"
     yield f"step      {work.prompts} prompts{responses} of {lengths}, in {found.micro_batches} micro-batches a rank"
     yield ""
-    yield from (f"{name}: {json.dumps(value)}" for name, value in chosen(found).items())
+    yield from (f"{name}: {json.dumps(value)}" for name, value in found.settings.items())
     yield ""
     rows = [
         [

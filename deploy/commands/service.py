@@ -9,6 +9,7 @@ from functools import partial
 import click
 from pydantic import ValidationError
 
+from deploy import memory_check
 from deploy.commands.common import log_lines, pass_settings
 from deploy.config import root, wording
 from deploy.config.root import ConfigError, Settings
@@ -113,6 +114,7 @@ def serve(settings: Settings, replicas: int | None, policy: int | None) -> None:
         raise click.UsageError("--policy serves by one process: leave --replicas out")
     settings = _with_replicas(settings, replicas)
     resolved = settings.resolved()
+    memory_check.require_server(settings, policy, log_lines(settings, "serve"))
     with no_leftovers():
         if policy is not None:
             from serve import app

@@ -102,6 +102,24 @@ def test_settings_that_ask_for_more_memory_than_there_is_are_found(settings: Set
     assert "serve.engine.kv_cache_bytes" in check.advice
 
 
+def test_the_plan_of_the_server_and_of_training_is_part_of_it(home_with_policy: Settings) -> None:
+    checks = found(home_with_policy)
+    for name in ("plan of serve", "plan of train"):
+        assert (checks[name].level, checks[name].advice) == ("ok", "")
+    assert "of weights and at least" in checks["plan of serve"].found
+    assert " on each rank, of which " in checks["plan of train"].found
+    greedy = [(f"{engine}.kv_cache_bytes", str(2**50)) for engine in ("serve.engine", "train.rollout")]
+    checks = {check.name: check for check in doctor._plans(root.load(home_with_policy.snapshot(), greedy, {}))}
+    assert {check.level for check in checks.values()} == {"bad"}
+    assert "lower serve.engine.kv_cache_bytes" in checks["plan of serve"].advice
+    assert "of which 1048576.0 GiB are rollout kv_cache" in checks["plan of train"].found
+    assert "these settings would fit: train.rollout.kv_cache_bytes=" in checks["plan of train"].advice
+    elsewhere = [("train.ray_address", "http://127.0.0.1:1"), ("serve.fleet.ray_address", "http://127.0.0.1:1")]
+    for check in doctor._plans(root.load(home_with_policy.snapshot(), elsewhere, {})):
+        assert check.level == "ok"
+        assert check.found.startswith("not planned: it runs on the cluster of ")
+
+
 def test_what_engines_get_of_the_models_context_is_told_and_what_can_not_be_is_bad(home_with_policy: Settings) -> None:
     small = [("serve.engine.kv_cache_bytes", str(2**20)), ("serve.engine.dtype", "float32")]
     checks = found(root.load(home_with_policy.snapshot(), [*small, ("train.ranks", "1")], {}))

@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from deploy import initialise, status
+from deploy import cli, initialise, memory_check, status
 from deploy.config import root
 from deploy.config.root import Settings, child_environment
 from deploy.loop import promotion, records, wait_for_serving
@@ -112,6 +112,38 @@ def test_a_model_is_all_that_an_empty_folder_needs_to_be_served_with_the_loop_op
     assert f"was made from {tmp_path / 'mine'}, not from {tmp_path}" in other.stderr
     assert len(other.stderr.splitlines()) == 1
     initialise.require_made_from(settings, str(model))
+
+
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_a_server_that_can_not_fit_is_refused_before_it_starts(
+    command: str, home_with_policy: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = str(home_with_policy.snapshot())
+    code = cli.run([command, "--config", snapshot, "--serve.engine.kv_cache_bytes", str(2**50)])
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (2, "")
+    assert shown.err.startswith("error: serve does not fit into memory: ")
+    assert "and at least 1048576.0 GiB of KV cache" in shown.err
+    assert shown.err.endswith("or start all the same with serve.plan=warn\n")
+    assert not home_with_policy.path("logs").exists()
+
+
+def test_what_is_no_reason_to_refuse_is_printed_as_the_setting_says(home_with_policy: Settings) -> None:
+    options = [("serve.engine.kv_cache_bytes", str(2**50)), ("serve.plan", "warn")]
+    lines: list[str] = []
+    memory_check.require_server(root.load(home_with_policy.snapshot(), options, {}), None, lines.append)
+    [line] = lines
+    assert line.startswith("warning: serve does not fit into memory: ")
+    memory_check.require_server(root.load(home_with_policy.snapshot(), [*options, ("serve.plan", "off")], {}), 1, _fail)
+    memory_check.require_server(home_with_policy, 1, _fail)
+    extra = root.load(home_with_policy.snapshot(), [("serve.engine.extra", '{"cpu_offload_gb": 1}')], {})
+    memory_check.require_server(extra, None, lines.append)
+    assert lines[1:] == ["whether serve fits into memory is not planned: serve.engine.extra has cpu_offload_gb"]
+    memory_check.require_server(home_with_policy, 7, _fail)  # no such policy, of which the server itself complains
+
+
+def _fail(line: str) -> None:
+    pytest.fail(line)
 
 
 def test_a_home_is_of_the_model_that_what_serves_goes_back_to_and_not_of_what_a_killed_init_left(

@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from feedback.config import ComponentName, Weight
 from feedback.settings_base import Address, Section
+from serve.config import MemoryCheck
 from train.config.algorithms import GROUPED, ONLINE_DPO, REWARD_MODEL, AlgorithmConfig
 from train.config.placement import PlacementConfig
 from train.config.sections import (
@@ -52,6 +53,12 @@ class TrainConfig(Section):
         default_factory=RunStoreConfig, description="Runs in an object store, for machines without a shared disk."
     )
     ranks: int = Field(1, ge=1, description="Worker processes; each holds an FSDP shard and generates.")
+    plan: MemoryCheck = Field(
+        "refuse",
+        description="What is done before the start where a phase of a step is planned not to fit. refuse: end with an "
+        "error where it is far beyond a rank's memory (on a GPU 1.1 times, on a CPU 1.25 times), and warn of what is "
+        "closer. warn: warn, and start. off: plan nothing.",
+    )
     threads_per_rank: int = Field(1, ge=1, description="CPU threads of each worker process.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Compute type; master weights are float32.")
     steps: int = Field(20, ge=1, description="Steps in one run.")

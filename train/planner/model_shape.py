@@ -55,11 +55,11 @@ def read_config(model: Path) -> PretrainedConfig:
     """
     file = model / "config.json" if model.is_dir() else model
     if not file.is_file():
-        raise ModelNotPlanned(f"--model {model}: there is no {file}; name a model's folder, or its config.json")
+        raise ModelNotPlanned(f"{model}: there is no {file}; name a model's folder, or its config.json")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(file)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelNotPlanned(f"--model {model}: transformers can't read {file}: {error}") from error
+        raise ModelNotPlanned(f"{model}: transformers can't read {file}: {error}") from error
     return config
 
 

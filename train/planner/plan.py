@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -39,6 +40,12 @@ class Workload:
     group_size: int
     prompt_tokens: int
     response_tokens: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, prompt_tokens: int) -> Workload:
+        """A step as train says, with responses of the greatest length."""
+        group = config.algorithm.group_size if config.samples else 2 if config.algorithm.name == "dpo" else 1
+        return cls(config.data.prompts_per_step, group, prompt_tokens, config.rollout.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,23 @@ class Plan:
     kv_bytes: int
     engine_share: float
     offloaded: int
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that decide about memory, by name."""
+        config = self.config
+        rollout = {
+            "train.rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
+            "train.rollout.kv_cache_bytes": self.kv_bytes,
+        }
+        return {
+            "train.ranks": config.ranks,
+            "train.micro_batch_tokens": config.micro_batch_tokens,
+            "train.activation_checkpointing": config.activation_checkpointing,
+            "train.fsdp.reduce_every_micro_batch": config.fsdp.reduce_every_micro_batch,
+            "train.fsdp.cpu_offload": config.fsdp.cpu_offload,
+            **(rollout if config.samples else {}),
+        }
 
     @property
     def peak(self) -> Phase:
@@ -227,7 +251,7 @@ def serving(shape: ModelShape, engine: EngineConfig, swap: SwapConfig, machine: 
         if t == sizes[-1] or cache >= least * shape.key_value_bytes(itemsize, t):
             break
     standby = 0 if swap.in_place else int(1.05 * weights) + swap.spare_bytes
-    most = 1 - (standby + machine.reserved) / machine.memory
+    most = math.floor(100 * (1 - (standby + machine.reserved) / machine.memory)) / 100
     return Serving(t, weights, max(0, cache), standby, share, standby == 0 or share <= most, max(0.0, most))
 
 
@@ -293,8 +317,9 @@ class _Planner:
         phases = list(self._training())
         kv = 0
         if "rollout" in self.pools:
-            kv = self._kv_bytes()
-            if self.machine.kind == "cpu" or self._own_pool:  # an engine that doesn't sleep
+            beside = phases if self.machine.kind == "cpu" or self._own_pool else []  # an engine that doesn't sleep
+            kv = self._kv_bytes([phase for phase in beside if phase.pool == self.pools["rollout"]])
+            if beside:
                 phases = [self._beside_engine(phase, kv) for phase in phases]
             phases = [*self._sampling(kv), *phases]
         share = min(1.0, 1.1 * (self._engine_weights + kv) / self.machine.memory)
@@ -318,8 +343,7 @@ class _Planner:
         model, how = self._model(role), self._how(role)
         took = memory.inference(model.shape, how, model.trace(self.full))
         cost = step_time.inference_cost(model.shape, how, self.batch, self.machine)
-        slices = Counter({use: count for use, count in self.held[role].items() if use != "unsharded"})
-        return self._phase(name, role, slices + took, cost.times(times))
+        return self._phase(name, role, self.held[role] + took, cost.times(times))
 
     def _update(self, role: str, times: int) -> Phase:
         model, how = self._model(role), self._how(role)
@@ -358,9 +382,10 @@ class _Planner:
 
     def _held(self, role: str) -> Memory:
         how = self._how(role)
-        if role == "reference":
-            return Counter() if self.shares_actor or how.host else memory.held_frozen(self.models.policy.shape, how)
-        return Counter() if how.host else memory.held(self._model(role).shape, how)
+        if how.host or (role == "reference" and self.shares_actor):
+            return Counter()
+        held = memory.held_frozen if role == "reference" else memory.held
+        return held(self._model(role).shape, how)
 
     def _offloaded(self) -> int:
         """Bytes of a rank in the host's memory: weights, gradients and moments."""
@@ -402,14 +427,18 @@ class _Planner:
     def _token_bytes(self) -> int:
         return self.models.policy.shape.key_value_bytes(self.itemsize, self.t)
 
-    def _kv_bytes(self) -> int:
-        """The setting; or what all sequences of the step need at once, as far as there is room for it."""
+    def _kv_bytes(self, beside: list[Phase]) -> int:
+        """The setting; or what all sequences of the step need at once, as far as there is room for it.
+
+        ``beside``: training's phases that the cache stays for.
+        """
         if self.config.rollout.kv_cache_bytes is not None:
             return self.config.rollout.kv_cache_bytes
         at_once = min(self._sequences, self.config.rollout.max_num_seqs)
         length = self.work.prompt_tokens + self.work.response_tokens + 128  # vLLM's blocks are not shared
         useful = int(1.05 * at_once * length * self._token_bytes())
-        free = self.machine.usable - self._engine_phase(0).total()
+        taken = [self._engine_phase(0).total(), *(self._beside_engine(phase, 0).bytes for phase in beside)]
+        free = self.machine.usable - max(taken)
         least = (length + 128) * self._token_bytes()  # one sequence at a time
         return max(least, _KV_LEAST, min(useful, free // KV_STEP * KV_STEP))
 

@@ -65,7 +65,7 @@ def test_an_algorithm_that_samples_nothing_is_planned_without_an_engine(
     ("arguments", "why"),
     [
         (["--gpus", "8x80GB"], "no policy serves: name a model's folder or its config.json (--model PATH)"),
-        (["--model", "nowhere", "--gpus", "8x80GB"], "--model nowhere: there is no nowhere; name a model's folder"),
+        (["--model", "nowhere", "--gpus", "8x80GB"], "nowhere: there is no nowhere; name a model's folder"),
         (["--model", "nowhere"], "name the machine by one of --gpus (8x80GB, 8xH100, cpu) and --machine FILE"),
         (["--model", "nowhere", "--gpus", "8xB52"], "--gpus 8xB52: no such machine; write 8x80GB"),
         (["--model", "nowhere", "--machine", "none.yaml"], "--machine none.yaml: can't be read"),

@@ -54,6 +54,21 @@ def test_the_prompts_of_the_gates_suite_are_kept_out_of_training(
     assert "2 of a held-out suite" in result["reason"]
 
 
+def test_a_step_that_can_not_fit_is_refused_before_there_is_a_run_unless_a_setting_says_otherwise(
+    trainable: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    greedy = ["--train.rollout.kv_cache_bytes", str(2**50)]
+    code, _, printed = train(trainable, capsys, *greedy)
+    assert code == 2
+    assert printed.startswith("error: train does not fit into memory: actor update needs 1048576.0 GiB on each rank")
+    assert "these settings would fit: train.rollout.kv_cache_bytes=" in printed
+    assert printed.endswith("or start all the same with train.plan=warn\n")
+    assert not trainable.path("runs").exists()
+    code, result, printed = train(trainable, capsys, *greedy, "--train.plan", "warn")
+    assert (code, "3 usable prompts" in result["reason"]) == (3, True), printed
+    assert "warning: train does not fit into memory: actor update needs 1048576.0 GiB on each rank" in printed
+
+
 def test_a_suite_that_is_no_suite_ends_a_run_by_its_line(
     trainable: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The critic and the scorer in two ranks over gloo, and what they learn: values, gradients, clip, checkpoints."""
+"""The critic and the scorer in two ranks over gloo: values, gradients, clip, checkpoints; what a pass leaves behind."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from tests.train.ranks import found_by, run_ranks
-from tests.train.tiny_models import gpt2, gpt_neox, mixture, own_part, qwen3, some_batch, whole
+from tests.train.tiny_models import gpt2, gpt_neox, mixture, own_part, plain_log_probs, qwen3, some_batch, whole
 from train.algorithms import load
 from train.batch.packed import PackedBatch
 from train.checkpoint.folders import begin_aside, make_whole
@@ -28,6 +29,7 @@ from train.model.scalar_head import UNSTORED, build_with_scalar_head, sequence_s
 from train.objectives.values import explained_variance, value_loss
 from train.workers.actor import ActorWorker
 from train.workers.critic import CriticWorker
+from train.workers.reference import ReferenceWorker
 from train.workers.scorer import ScorerWorker
 
 RANKS = 2
@@ -66,6 +68,7 @@ def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
         "from a reward model": an_update(rank, folder / "qwen3", starting_from(folder / "scored")),
         "from other tokens": refusal(folder / "qwen3", starting_from(folder / "more tokens")),
         "pairs": {name: pairs_learned(rank, folder / "scored", cut) for name, cut in CUTS.items()},
+        "without gradient": without_gradient(folder / "qwen3"),
         "checkpoint": gone_on(rank, folder / "qwen3", folder / "checkpoints"),
     }
     return found
@@ -151,6 +154,21 @@ def pairs_learned(rank: int, policy: Path, settings: dict[str, Any]) -> dict[str
     before = scorer.scores(mine)
     metrics, learned_from = scorer.learn(mine)
     return {"same": torch.equal(before, learned_from), "metrics": metrics, "gradients": kept}
+
+
+def without_gradient(policy: Path) -> dict[str, list[tuple[Tensor, bool]]]:
+    """Two passes of each role: what came of it, and whether every parameter is a shard afterwards."""
+    config = TrainConfig.model_validate({"ranks": RANKS, "dtype": "float32", "micro_batch_tokens": 16})
+    reference, critic = ReferenceWorker(policy=policy, config=config, peers={}), critic_of(policy, {})
+    scorer = ScorerWorker(policy=policy, config=config, peers={})
+    passes = {"reference": reference.log_probs, "critic": critic.values, "scorer": scorer.scores}
+    models = {"reference": reference.model, "critic": critic.model, "scorer": scorer.model}
+
+    def run(role: str) -> tuple[Tensor, bool]:
+        came = passes[role](some_batch())
+        return came, all(isinstance(parameter, DTensor) for parameter in models[role].parameters())
+
+    return {role: [run(role), run(role)] for role in passes}
 
 
 def gone_on(rank: int, policy: Path, folder: Path) -> dict[str, Any]:
@@ -430,3 +448,17 @@ def test_ppos_returns_are_discounted_td_errors_plus_values_and_its_advantages_ar
 def test_a_critic_that_can_not_be_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError, match=named):
         TrainConfig.model_validate(settings)
+
+
+def test_a_pass_without_gradient_leaves_shards_alone_and_the_next_one_computes_the_same(
+    folder: Path, found: list[dict[str, Any]]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
+    with torch.no_grad():
+        expected = plain_log_probs(model, some_batch())
+    for ranks_own in found:
+        for role, ((first, sharded), (second, again)) in ranks_own["without gradient"].items():
+            assert (sharded, again) == (True, True), f"{role} keeps what is outside the layers whole"
+            torch.testing.assert_close(first, second, atol=0, rtol=0)
+        reference, _ = ranks_own["without gradient"]["reference"][0]
+        torch.testing.assert_close(reference, expected, atol=1e-5, rtol=1e-5)

