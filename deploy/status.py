@@ -19,7 +19,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import records
 from deploy.loop.records import LOOP_OFF, RUNNING, CycleRecord
-from deploy.loop.wait_for_serving import is_of_another
+from deploy.loop.wait_for_serving import ask_server, is_of_another
 from deploy.supervise.resident import residents
 from feedback.files import is_locked
 from feedback.journal.segment import CLOSED, OPEN
@@ -139,9 +139,8 @@ def _server(settings: Settings, status: Status) -> None:
     import httpx
 
     try:
-        ready = httpx.get(f"{settings.server_url}/ready", timeout=_SERVER_TIMEOUT_S)
-        headers = settings.server_headers
-        answer = httpx.get(f"{settings.server_url}/policy", headers=headers, timeout=_SERVER_TIMEOUT_S)
+        ready = ask_server(settings, "/ready", timeout_s=_SERVER_TIMEOUT_S)
+        answer = ask_server(settings, "/policy", headers=settings.server_headers, timeout_s=_SERVER_TIMEOUT_S)
         body = answer.json()
     except (httpx.HTTPError, ValueError) as error:
         if status.runs["up"]:

@@ -15,6 +15,7 @@ from deploy.loop import preflight
 from deploy.loop.cycle import LOCK_WAIT_S
 from deploy.loop.records import LOOP_OFF, RUNNING
 from deploy.loop.schedule import trigger
+from deploy.loop.wait_for_serving import ask_server
 from deploy.supervise.children import Child, start
 from feedback.files import locked, replace_file
 from serve.middleware.connections import bind
@@ -147,7 +148,7 @@ def wait_until_ready(server: Child, settings: Settings) -> None:
         if (code := server.poll()) is not None:
             raise UpFailed(server.ended(code), code or 1)
         try:
-            answer = httpx.get(f"{settings.server_url}/ready", timeout=2.0)
+            answer = ask_server(settings, "/ready", timeout_s=2.0)
             if answer.status_code == 200:
                 return
             last = f"it answers {answer.status_code}: {answer.text[:300]}"

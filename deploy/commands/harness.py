@@ -19,7 +19,7 @@ import click
 
 from deploy.config.root import ConfigError, Settings
 from deploy.display.tables import print_table
-from deploy.loop.wait_for_serving import server_policy
+from deploy.loop.wait_for_serving import ask_server, server_policy
 from deploy.supervise.children import Child, no_leftovers, start, stop_on_signals
 from deploy.up import wait_until_ready
 from evaluation.harness.inspect import Inspect
@@ -263,10 +263,8 @@ def _create_key(path: Path, settings: Settings, name: str, expires: datetime | N
 
 
 def _described(settings: Settings, secret: str, policy: Policy) -> Endpoint:
-    import httpx
-
     headers = {"Authorization": f"Bearer {secret}"}
-    answer = httpx.get(f"{settings.server_url}/v1/models", headers=headers, timeout=_CALL_TIMEOUT_S)
+    answer = ask_server(settings, "/v1/models", headers=headers, timeout_s=_CALL_TIMEOUT_S)
     answer.raise_for_status()
     [model] = answer.json()["data"]
     return Endpoint(settings.server_url, secret, model["id"], model["max_model_len"], policy.path)
@@ -278,7 +276,7 @@ def _status(settings: Settings, secret: str | None) -> int | None:
 
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     try:
-        return httpx.get(f"{settings.server_url}/v1/models", headers=headers, timeout=_CALL_TIMEOUT_S).status_code
+        return ask_server(settings, "/v1/models", headers=headers, timeout_s=_CALL_TIMEOUT_S).status_code
     except httpx.HTTPError:
         return None
 

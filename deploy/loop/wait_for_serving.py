@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploy.config.root import Settings
 from deploy.loop import promotion
 from serve.policies.store import Pointer, PolicyStore, StalePointer
+
+if TYPE_CHECKING:
+    import httpx
 
 SERVER_TIMEOUT_S = 5.0
 
@@ -17,12 +20,25 @@ class NotServed(RuntimeError):
     """The server does not serve the policy that the pointer names; the text says why."""
 
 
+def ask_server(
+    settings: Settings, path: str, *, headers: dict[str, str] | None = None, timeout_s: float = SERVER_TIMEOUT_S
+) -> httpx.Response:
+    """What the configured server answers to a GET. Raises httpx.HTTPError if it does not.
+
+    It is this machine's and speaks plain HTTP: no proxy of the environment is asked, and no certificates are read,
+    which would take 20 ms of processor time a request.
+    """
+    import httpx
+
+    return httpx.get(f"{settings.server_url}{path}", headers=headers, timeout=timeout_s, trust_env=False, verify=False)
+
+
 def server_policy(settings: Settings) -> dict[str, Any] | None:
     """The answer of ``GET /policy`` of the configured server; None if there is none, or it is another home's."""
     import httpx
 
     try:
-        answer = httpx.get(f"{settings.server_url}/policy", headers=settings.server_headers, timeout=SERVER_TIMEOUT_S)
+        answer = ask_server(settings, "/policy", headers=settings.server_headers)
         answer.raise_for_status()
         body = answer.json()
     except (httpx.HTTPError, ValueError):
