@@ -3,8 +3,10 @@
 A real server of a model of 3M parameters answers 16 clients, in turns: with nobody at the console, and with the page
 Now open (its stream of events) while a person turns to another page every five seconds. The order changes from pair to
 pair. ``serving_ratio``: requests a second of the turns with the console over those without, with its 95 % interval.
-``console_processor_share``: what the server's processes but the engine's used more with the console, over the turn's
-seconds and this machine's processors; noise moves it less than a rate.
+``processor_ratio``: the same of the processor time of all the server's processes an answer, which is what an answer
+costs where the processors are the limit, as here; noise moves it less than a rate. ``console_processor_share``: what
+the server's processes but the engine's used more with the console, over the turn's seconds and this machine's
+processors.
 
 Then, without other load, each page is fetched some times: ``page_ms`` has the median of each as a client sees it,
 the first visit apart, which may start the process that reads the lake. The last line is one JSON object.
@@ -24,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 import psutil
@@ -34,7 +36,7 @@ from loadtests.server import MILLRACE, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
 CLIENTS, TOKENS = 16, 16
-TURN_S, WARM_UP_S, LOOK_S = 6.0, 5.0, 5.0
+TURN_S, WARM_UP_S, LOOK_S = 10.0, 5.0, 5.0
 LEAST_PAIRS, NARROW = 8, 0.02
 TIMES: Final = 15
 PAGES: Final = (
@@ -99,27 +101,38 @@ def requests(key: str) -> Iterator[bytes]:
         yield head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def turn(server: Server, key: str, seconds: float) -> tuple[float, float]:
-    """Answers a second, and the share of this machine's processors that all but the engine used."""
+class Turn(NamedTuple):
+    """Answers a second; processor seconds an answer; the share of this machine's processors of all but the engine."""
+
+    rate: float
+    cost: float
+    share: float
+
+
+def turn(server: Server, key: str, seconds: float) -> Turn:
     before, started = used(server), time.monotonic()
     seen = closed_loop.run([server.port], [requests(key) for _ in range(CLIENTS)], seconds)
     if seen.failures:
         raise SystemExit(f"requests failed: {seen.failures[:3]}")
-    return seen.rate, (used(server) - before) / (time.monotonic() - started) / (os.cpu_count() or 1)
+    taken = time.monotonic() - started
+    engine, others = (after - earlier for after, earlier in zip(used(server), before, strict=True))
+    return Turn(seen.rate, (engine + others) / (seen.rate * taken), others / taken / (os.cpu_count() or 1))
 
 
-def used(server: Server) -> float:
-    """Processor seconds of the server's processes but the engine's."""
+def used(server: Server) -> tuple[float, float]:
+    """Processor seconds of the engine, and of the server's other processes."""
     tree = psutil.Process(server.process.pid)
-    every = [tree, *(one for one in tree.children(recursive=True) if "EngineCore" not in " ".join(one.cmdline()))]
-    return sum(sum(one.cpu_times()[:2]) for one in every)
+    seconds = {True: 0.0, False: 0.0}
+    for one in (tree, *tree.children(recursive=True)):
+        seconds["EngineCore" in " ".join(one.cmdline())] += sum(one.cpu_times()[:2])
+    return seconds[True], seconds[False]
 
 
 def alternate(server: Server, key: str, cookies: httpx.Cookies, until: float) -> dict[str, Any]:
-    with_console: list[tuple[float, float]] = []
-    without: list[tuple[float, float]] = []
-    found = paired.Ratio(1.0, 0.0, 2.0)
-    while len(with_console) < LEAST_PAIRS or (found.width > NARROW and time.monotonic() < until):
+    with_console: list[Turn] = []
+    without: list[Turn] = []
+    found = cost = paired.Ratio(1.0, 0.0, 2.0)
+    while len(with_console) < LEAST_PAIRS or (max(found.width, cost.width) > NARROW and time.monotonic() < until):
         watched = [False, True] if len(with_console) % 2 == 0 else [True, False]
         for watching in watched:
             if watching:
@@ -129,13 +142,16 @@ def alternate(server: Server, key: str, cookies: httpx.Cookies, until: float) ->
                     raise SystemExit("the page Now sent no event")
             else:
                 without.append(turn(server, key, TURN_S))
-        found = paired.ratio([rate for rate, _ in with_console], [rate for rate, _ in without])
-        print(json.dumps({"pair": len(without), "ratio": round(with_console[-1][0] / without[-1][0], 3)}), flush=True)
-    shares = [there - without_it for (_, there), (_, without_it) in zip(with_console, without, strict=True)]
+        found = paired.ratio([one.rate for one in with_console], [one.rate for one in without])
+        cost = paired.ratio([one.cost for one in with_console], [one.cost for one in without])
+        last = {"ratio": with_console[-1].rate / without[-1].rate, "cost": with_console[-1].cost / without[-1].cost}
+        print(json.dumps({"pair": len(without)} | {name: round(of, 3) for name, of in last.items()}), flush=True)
+    shares = [there.share - without_it.share for there, without_it in zip(with_console, without, strict=True)]
     return {
         "serving_ratio": found,
+        "processor_ratio": cost,
         "pairs": len(without),
-        "requests_per_s": round(statistics.median(rate for rate, _ in without), 1),
+        "requests_per_s": round(statistics.median(one.rate for one in without), 1),
         "console_processor_share": round(statistics.fmean(shares), 4),
     }
 
@@ -182,10 +198,11 @@ def main() -> None:
             turn(server, key, WARM_UP_S)
             result = alternate(server, key, cookies, time.monotonic() + options.minutes * 60)
             time_of = pages(server.url, cookies, TIMES)
-    ratio = result["serving_ratio"]
+    ratio, cost = result["serving_ratio"], result["processor_ratio"]
     slowest = max(time_of, key=lambda page: time_of[page])
     figures = result | {
         "serving_ratio": round(ratio.value, 4),
+        "processor_ratio": round(cost.value, 4),
         "rows": options.rows,
         "page_ms": time_of,
         "slowest_page_ms": time_of[slowest],
@@ -195,6 +212,11 @@ def main() -> None:
                 "bar": "at least 0.98",
                 "verdict": ratio.judge("at least", 0.98),
                 "interval": ratio.interval(),
+            },
+            "processor_ratio": {
+                "bar": "at most 1.02",
+                "verdict": cost.judge("at most", 1.02),
+                "interval": cost.interval(),
             },
             "slowest_page_ms": {
                 "bar": "at most 100",

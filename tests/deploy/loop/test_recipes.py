@@ -169,7 +169,7 @@ def test_a_stage_leaves_groups_out_for_the_sake_of_its_own_resampling_alone(
             "[{stage: train, set: {algorithm: {name: reward_model}}}]",
             r"cycle\.recipe\.0\.set: train\.algorithm\.name=reward_model trains no policy: use stage: reward-model",
         ),
-        ("[{stage: train, set: {runs: other}}]", r"cycle\.recipe\.0\.set: train\.runs and .* outside the recipe"),
+        ("[{stage: train, set: {runs: other}}]", r"cycle\.recipe\.0\.set: train\.runs, .* outside the recipe"),
     ],
 )
 def test_a_stage_that_can_not_work_is_refused_with_its_place(own: str, named: str) -> None:

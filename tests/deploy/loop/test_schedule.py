@@ -60,9 +60,11 @@ def test_a_cycle_that_was_killed_leaves_servers_no_candidate_to_prepare(
 
     def is_held() -> bool:
         """Stop the process of a cycle in its middle; false where there is none, or it is at its begin or its end."""
-        for each in psutil.Process(process.pid).children(recursive=True):
+        for each in psutil.process_iter():  # it may be forked from what the session's tests share
             with suppress(psutil.NoSuchProcess):
-                if (words := each.cmdline())[-1:] == ["cycle"] and "deploy.supervise.subreaper" not in words:
+                words = each.cmdline()
+                here = any(str(settings.home) in word for word in words)
+                if here and words[-1] == "cycle" and "deploy.supervise.subreaper" not in words:
                     each.suspend()
                     while each.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
                         time.sleep(0.01)
