@@ -91,7 +91,7 @@ def _run(
             say(f"{context.run}: was finished before, it published {begun.finished.published}")
             if begun.finished.reward_model is not None:
                 keep(stores.reward_models, begun.finished.reward_model)
-            for left in (checkpoints_of(context), folder_of(context.folder)):
+            for left in (folder_of(context.folder), checkpoints_of(context)):  # as in ``train``
                 shutil.rmtree(left, ignore_errors=True)
             return begun.finished
         held.enter_context(stores.policies.hold(begun.parent.version))
@@ -156,6 +156,7 @@ def train(
     ):
         timer = StepTimer()
         best = BestWeights(config, context.folder, groups.actor)
+        best.prune(history)
 
         def on_saved(steps: int, folder: Path) -> None:
             best.prune(history)
@@ -218,8 +219,8 @@ def train(
         erasures.settle(target, published.version)
         if not trains_policy:
             keep(target, published.version)
-        shutil.rmtree(checkpoints_of(context))  # the run is finished: its name returns this result from here on
         shutil.rmtree(folder_of(context.folder), ignore_errors=True)
+        shutil.rmtree(checkpoints_of(context))  # last: the run is finished, its name returns this result from here on
         work = seconds_by_part(history) | {"publish": time.monotonic() - publishing}
         seconds = time.monotonic() - started
         last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}

@@ -536,13 +536,7 @@ class Settings(Section):
         suite = self.path(self.evaluation.suite)
         left_out = suite if suite.is_file() and not held_out else None
         train = self.resolved().train.excluding(left_out, self.evaluation.holdout)
-        judged_by = [suite, *(self.path(of.path) for of in self.evaluation.suites.values())]
-        if train.keep == "best" and train.evaluate_suite in judged_by:
-            raise ConfigError(
-                f"train.evaluate_suite={train.evaluate_suite} chooses the candidate (train.keep=best), and policies "
-                "are judged by it too, so that the choice would look like an improvement. Name another suite, or set "
-                "train.keep to last"
-            )
+        self._check_choice(train, [suite, *(self.path(of.path) for of in self.evaluation.suites.values())])
         for of in self.evaluation.suites.values() if not held_out else ():
             train = train.excluding(self.path(of.path), self.evaluation.holdout)
         if not reward_model and not held_out:
@@ -554,6 +548,24 @@ class Settings(Section):
         if held_out:
             train = train.model_copy(update={"data": train.data.model_copy(update={"holdout_side": "slice"})})
         return train
+
+    def _check_choice(self, train: TrainConfig, judged_by: Iterable[Path]) -> None:
+        """Raise ConfigError if the candidate is chosen by a prompt that policies are judged by too."""
+        from evaluation.suites.suite import Suite
+
+        if train.keep == "last" or train.evaluate_suite is None:
+            return
+
+        def prompts(suite: Path) -> set[str]:
+            return {item.shown for item in Suite.load(suite).items} if suite.is_file() else {str(suite)}
+
+        for suite in judged_by:
+            if shared := prompts(train.evaluate_suite) & prompts(suite):
+                raise ConfigError(
+                    f"train.evaluate_suite={train.evaluate_suite} chooses the candidate (train.keep=best); {suite}, "
+                    f"which policies are judged by, has {len(shared)} of its prompts: the choice would look like an "
+                    "improvement. Name another suite, or set train.keep to last"
+                )
 
     def policy_store(self) -> PolicyStore:
         from serve.policies.open_store import open_store

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from deploy.display.tables import table
+from deploy.display.tables import printable, table
 from feedback.lake.query import Rows
 
 _ROWS: Final = 64  # that become Python's values at once
@@ -30,7 +30,7 @@ _CELL: Final = 60  # characters of a value in a table; the other formats have it
 def write_table(rows: Rows, out: BinaryIO, limit: int) -> None:
     """At most ``limit`` rows for a person's eyes; where they are too wide for the terminal, one value a line."""
     shown = list(itertools.islice(_values(rows.batches), limit + 1))
-    names = [_printable(name) for name in rows.schema.names]
+    names = [printable(name) for name in rows.schema.names]
     if names == ["explain_key", "explain_value"]:
         _line(out, "\n".join(row["explain_value"] for row in shown))
         return
@@ -110,13 +110,8 @@ def _values(batches: Iterator[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
 
 
 def _cell(value: Any) -> str:
-    text = "-" if value is None else _printable(plain_text(value))
+    text = "-" if value is None else printable(plain_text(value))
     return text if len(text) <= _CELL else text[: _CELL - 1] + "…"
-
-
-def _printable(text: str) -> str:
-    """Text that can't move the cursor: text of requests must not act on a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def plain_text(value: Any) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
-from deploy.display.tables import table
+from deploy.display.tables import printable, table
 from train.observe.progress import duration
+from train.observe.resource_file import Rank
 from train.run.record import RunRecord, values
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
@@ -29,8 +30,8 @@ def shown(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> str:
         "wrong": record.wrong,
         "learned from": record.data,
         "lake": ", ".join(f"{name} {version}" for name, version in record.lake_versions.items()),
-        "model": r and f"{r['architecture']}, {r['parameters']:,} parameters, {r['trained']:,} trained",
-        "ranks": _ranks(r.get("ranks", [])),
+        "model": r and f"{r.architecture}, {r.parameters:,} parameters, {r.trained:,} trained",
+        "ranks": _ranks([] if r is None else r.ranks),
         "steps": f"{record.steps} of {record.steps_planned or '?'} in {duration(record.seconds)}",
         "of a step": _parts(record),
         "tokens/s": record.tokens_per_s and f"{record.tokens_per_s:.0f}",
@@ -38,7 +39,7 @@ def shown(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> str:
         "MFU": _mean(values(steps, "mfu"), "{:.1%}"),
         "best": record.best and f"step {record.best.step}, {record.best.metric} {record.best.value:.4g}",
     }
-    text = [f"{name + ':':<14}{line}" for name, line in lines.items() if line]
+    text = [printable(f"{name + ':':<14}{line}", keep="\n") for name, line in lines.items() if line]
     if record.best is not None:
         curve = values(steps, record.best.metric)
         text.append(f"{record.best.metric + ':':<14}{_curve(curve, min(curve), max(curve))}")
@@ -115,17 +116,17 @@ def _measures(metrics: Mapping[str, float]) -> list[str]:
 def _parts(record: RunRecord) -> str:
     """What took the time of a step, the longest first."""
     parts = sorted(record.seconds_by_part.items(), key=lambda part: -part[1])
-    total = sum(record.seconds_by_part.values())
+    total = sum(record.seconds_by_part.values()) or 1.0
     return ", ".join(f"{name} {seconds / record.steps:.2f} s ({seconds / total:.0%})" for name, seconds in parts)
 
 
-def _ranks(ranks: Sequence[Mapping[str, Any]]) -> str:
+def _ranks(ranks: Sequence[Rank]) -> str:
     """Where the ranks of each pool are, and the memory that each has held."""
     pools: dict[str, list[str]] = {}
     for rank in ranks:
-        device = rank["device"] if rank["index"] is None else f"GPU {rank['index']} ({rank['device']})"
-        peak = f", {_memory(rank['peak_memory'])}" if rank["peak_memory"] else ""
-        pools.setdefault(rank["pool"], []).append(f"{rank['rank']} on {device} of {rank['host']}{peak}")
+        device = rank.device if rank.index is None else f"GPU {rank.index} ({rank.device})"
+        peak = f", {_memory(rank.peak_memory)}" if rank.peak_memory else ""
+        pools.setdefault(rank.pool, []).append(f"{rank.rank} on {device} of {rank.host}{peak}")
     return "; ".join(f"{pool}: {', '.join(each)}" for pool, each in pools.items())
 
 

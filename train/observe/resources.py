@@ -9,20 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel
-
 from feedback.files import replace_file
 from train.config.training import TrainConfig
 from train.controller.usage import Device, Usage
 from train.controller.worker_group import WorkerGroup
 from train.model.fsdp import causal_lm
 from train.model.scalar_head import with_one_output
+from train.observe.resource_file import FILE, Rank, Resources
 from train.planner.machine import PRESETS
 from train.planner.model_shape import read_config, shape_of
 from train.planner.sizes import GIB, ModelShape
 from train.planner.step_time import forward_flops, update_passes
-
-FILE: Final = "resources.json"
 
 PEAK_FLOPS: Final = {
     **dict.fromkeys(
@@ -33,28 +30,6 @@ PEAK_FLOPS: Final = {
     "NVIDIA H200": PRESETS["H200"].flops,
 }
 """Operations a second in bfloat16, by the name that torch has for a device; the same chips on other boards differ."""
-
-
-class Rank(BaseModel):
-    """``peak_memory``: bytes, as of ``train.controller.usage.Usage``; None while the run is at work, or was killed."""
-
-    pool: str
-    rank: int
-    host: str
-    device: str
-    index: str | None = None
-    peak_memory: int | None = None
-
-
-class Resources(BaseModel):
-    """``parameters``: of the trained model, all and those that learn, adapters among them. ``peak_flops``: of all ranks
-    in training together, in a second; None if that of a device, in the type that it computes in, is unknown."""
-
-    architecture: str
-    parameters: int
-    trained: int
-    peak_flops: float | None = None
-    ranks: list[Rank]
 
 
 class ResourceMonitor:

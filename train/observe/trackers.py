@@ -92,7 +92,12 @@ class Watchers:
             ("metrics.jsonl", JsonLines(run)),
             ("tensorboard", TensorBoard(run)),
         ]
-        self._trackers += [(n, _load("train.trackers", n, Tracker, run)) for n in config.trackers]
+        for name in config.trackers:
+            try:
+                self._trackers.append((name, _load("train.trackers", name, Tracker, run)))
+            except BaseException as error:  # those before it have begun a run somewhere
+                self._close(error)
+                raise
 
     def start(self) -> None:
         for name, hook in self._hooks:
@@ -120,6 +125,21 @@ class Watchers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        problems = self._close(error)
+        for name, hook in self._hooks:
+            try:
+                with named("train.hooks", name, "on_end"):
+                    hook.on_end(self._result, error)
+            except HookError as problem:
+                problems.append(problem)
+        if problems and error is None:
+            raise problems[0] if len(problems) == 1 else HookError("; ".join(map(str, problems)))
+        if error is not None:  # the run's own error is the one to raise
+            for note in problems:
+                error.add_note(str(note))
+
+    def _close(self, error: BaseException | None) -> list[HookError]:
+        """Close the trackers; what failed in them."""
         problems = []
         for name, tracker in self._trackers:
             try:
@@ -133,17 +153,7 @@ class Watchers:
                     tracker.close()
             except HookError as problem:
                 problems.append(problem)
-        for name, hook in self._hooks:
-            try:
-                with named("train.hooks", name, "on_end"):
-                    hook.on_end(self._result, error)
-            except HookError as problem:
-                problems.append(problem)
-        if problems and error is None:
-            raise problems[0] if len(problems) == 1 else HookError("; ".join(map(str, problems)))
-        if error is not None:  # the run's own error is the one to raise
-            for note in problems:
-                error.add_note(str(note))
+        return problems
 
 
 _Observer = TypeVar("_Observer", Hook, Tracker)

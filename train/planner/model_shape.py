@@ -110,7 +110,8 @@ def shape_of(
     layers = _layers(model, layers_of)
     head = model.get_output_embeddings()
     if lora is not None:
-        add_adapters(model, lora)
+        with torch.random.fork_rng(devices=[]):  # a run counts amid its own random numbers, and adapters draw some
+            add_adapters(model, lora)
     placed = placement_for(model, _SHARDS)
     inside = [list(layer.named_parameters()) for layer in layers]
     owned = {id(parameter) for layer in inside for _, parameter in layer}

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from train.checkpoint.folders import checkpoints, step_of
+from feedback.files import fsync_path, fsync_tree
+from train.checkpoint.folders import CheckpointError, checkpoints, step_of
 from train.config.training import TrainConfig
 from train.controller.worker_group import WorkerGroup
 
@@ -28,7 +29,7 @@ class BestWeights:
     """Weights are written when a step is better than all before it, and go when no run needs them any more.
 
     A killed run goes on from a checkpoint, and what is written of later steps does not count until they come again: so
-    the best of the steps up to each checkpoint stays as long as that.
+    the best of the steps up to each checkpoint stays as long as that. It is durable before the checkpoint is.
     """
 
     def __init__(self, config: TrainConfig, run: Path, actor: WorkerGroup) -> None:
@@ -47,13 +48,20 @@ class BestWeights:
             shutil.rmtree(old, ignore_errors=True)
         (aside / "candidate").mkdir(parents=True)
         self._actor.export(aside / "candidate")
+        fsync_tree(aside)
         aside.rename(folder)
+        fsync_path(self._folder)
 
     def prune(self, history: Sequence[Mapping[str, float]]) -> None:
-        """Remove what neither this run needs nor one that goes on from a checkpoint of it."""
-        if not self._folder.exists():
+        """Remove what neither this run needs nor one that goes on from a checkpoint of it, be that still in writing.
+
+        Raises:
+            CheckpointError: as ``best_of``.
+        """
+        if not self._wanted or not self._folder.exists():
             return
-        steps = [len(history), *map(step_of, checkpoints(self._run / "checkpoints"))]
+        saved = [step_of(checkpoint) for checkpoint in checkpoints(self._run / "checkpoints")]
+        steps = {*saved, *range(max(saved, default=0), len(history)), len(history)}
         found = [best_of(self._run, history[:step]) for step in steps]
         needed = {best.folder for best in found if best is not None}
         for folder in set(self._folder.iterdir()) - needed:
@@ -61,13 +69,23 @@ class BestWeights:
 
 
 def best_of(run: Path, history: Sequence[Mapping[str, float]]) -> Best | None:
-    """The best of the steps in ``history`` whose weights are there, the first of equal ones; None without any."""
-    measured = [
-        Best(step, metrics[REWARD], folder)
-        for step, metrics in enumerate(history, start=1)
-        if REWARD in metrics and (folder := _of_step(run, step)).exists()
-    ]
-    return max(measured, key=lambda best: best.reward, default=None)
+    """The best of the steps in ``history``, the first of equal ones; None if none was measured.
+
+    Raises:
+        CheckpointError: its weights are not there: another step's would pass for the best.
+    """
+    measured = [(metrics[REWARD], step) for step, metrics in enumerate(history, start=1) if REWARD in metrics]
+    if not measured:
+        return None
+    reward, step = max(measured, key=lambda found: found[0])
+    folder = _of_step(run, step)
+    if not folder.exists():
+        raise CheckpointError(
+            f"step {step} was the best on train.evaluate_suite (reward {reward:.3f}), and its weights are not in "
+            f"{folder}: train.keep was not best then, or they were removed. Set train.keep to last, or give the run "
+            "another name (--run)"
+        )
+    return Best(step, reward, folder)
 
 
 def folder_of(run: Path) -> Path:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,16 +13,21 @@ from pydantic import BaseModel
 
 from feedback.files import replace_file
 from train.observe.progress import seconds_by_part
+from train.observe.resource_file import FILE as RESOURCES
+from train.observe.resource_file import Resources
 from train.run.retention import RunFolder
 from train.run.unfinished import START, holder_of
 
 DATA: Final = "data.json"
 METRICS: Final = "metrics.jsonl"
-RESOURCES: Final = "resources.json"
 ERROR: Final = "error.txt"
 
 _BEST: Final = (("held_out/reward", max), ("reward", max), ("held_out/loss", min), ("loss", min))
 """The first of these that a run has says which of its steps was the best."""
+
+
+class RunRecordError(ValueError):
+    """A file of a run's folder is damaged; the text names it."""
 
 
 class Best(BaseModel):
@@ -40,9 +45,8 @@ class RunRecord(BaseModel):
     ``candidate`` and ``reward_model``: what it has published. ``wrong``: why it has published nothing, where it has
     ended or nobody is at work on it. ``steps`` of ``steps_planned`` are done, in ``seconds``; ``seconds_by_part``:
     what their parts took. ``tokens_per_s``: over all of them. ``peak_memory``: bytes, of the rank with the most.
-    ``data``: what it learned from, in words; ``usable``: prompts or items. ``resources``: as of
-    ``train.observe.resources.Resources``. ``config``: the settings it was started with. ``last``: the finite metrics
-    of its newest step.
+    ``data``: what it learned from, in words; ``usable``: prompts or items. ``config``: the settings it was started
+    with. ``last``: the finite metrics of its newest step.
     """
 
     run: str
@@ -63,7 +67,7 @@ class RunRecord(BaseModel):
     seconds_by_part: dict[str, float]
     tokens_per_s: float | None
     peak_memory: int | None
-    resources: dict[str, Any]
+    resources: Resources | None
     last: dict[str, float]
     best: Best | None
     config: dict[str, Any]
@@ -77,14 +81,22 @@ class RunRecord(BaseModel):
 
 
 def read_record(run: RunFolder) -> RunRecord:
-    """What the folder of a run says."""
+    """What the folder of a run says. Raises RunRecordError."""
+    try:
+        return _record(run)
+    except (AttributeError, TypeError, ValueError) as error:  # of another form than a run writes
+        names = ", ".join(("job.json", START, DATA, RESOURCES))
+        raise RunRecordError(f"one of {names} in {run.folder} is damaged: {error}") from error
+
+
+def _record(run: RunFolder) -> RunRecord:
     folder, result = run.folder, run.result
-    job, start = read_json(folder / "job.json"), read_json(folder / START)
-    data, resources = read_json(folder / DATA), read_json(folder / RESOURCES)
+    job, start, data = (read_json(folder / name) for name in ("job.json", START, DATA))
+    resources = Resources.model_validate(found) if (found := read_json(folder / RESOURCES)) else None
     config: dict[str, Any] = start.get("config") or job.get("config") or {}
     steps = read_metrics(folder)
     seconds, tokens = (sum(values(steps, name)) for name in ("seconds", "tokens"))
-    peaks = [rank.get("peak_memory") for rank in resources.get("ranks", ())]
+    peaks = [] if resources is None else [rank.peak_memory for rank in resources.ranks]
     highest = max((peak for peak in peaks if peak), default=None)
     if highest is None and (seen := values(steps, "peak_memory_gib")):
         highest = round(max(seen) * 2**30)
@@ -108,7 +120,7 @@ def read_record(run: RunFolder) -> RunRecord:
         tokens_per_s=tokens / seconds if seconds else None,
         peak_memory=highest,
         resources=resources,
-        last=dict(_finite(steps[-1])) if steps else {},
+        last=steps[-1] if steps else {},
         best=_best(steps),
         config=config,
     )
@@ -120,42 +132,53 @@ def keep_data(folder: Path, data: object, usable: int) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """The metrics of a run's steps; a last line without its end is being written, or was torn by a kill."""
+    """The finite metrics of a run's steps, none of one whose line a crash of the machine has damaged.
+
+    A last line without its end is being written, or was torn by a kill.
+    """
     try:
         *lines, _torn = (folder / METRICS).read_bytes().split(b"\n")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines]
+    return [_finite(_object(line)) for line in lines]
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """A record of a run; empty if it isn't there, or is being written."""
     try:
-        record: dict[str, Any] = json.loads(file.read_bytes())
-    except (FileNotFoundError, ValueError):
+        return _object(file.read_bytes())
+    except FileNotFoundError:
         return {}
-    return record
 
 
-def values(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
-    """A metric over the steps that have it, where it is finite."""
-    return [found[name] for step in steps if name in (found := dict(_finite(step)))]
+def values(steps: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    """A metric over the steps that have it."""
+    return [step[name] for step in steps if name in step]
 
 
-def _finite(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    return (
-        (name, float(value))
+def _object(text: bytes) -> dict[str, Any]:
+    """A JSON object; empty if the text is none."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
         for name, value in metrics.items()
-        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-    )
+        if name != "step" and isinstance(value, int | float) and -sys.float_info.max <= value <= sys.float_info.max
+    }
 
 
-def _best(steps: Sequence[Mapping[str, Any]]) -> Best | None:
+def _best(steps: Sequence[Mapping[str, float]]) -> Best | None:
     for metric, choose in _BEST:
-        measured = {i: found[metric] for i, step in enumerate(steps) if metric in (found := dict(_finite(step)))}
+        measured = {i: step[metric] for i, step in enumerate(steps) if metric in step}
         if measured:
             at = choose(measured, key=measured.__getitem__)
-            return Best(metric=metric, step=at + 1, value=measured[at], metrics=dict(_finite(steps[at])))
+            return Best(metric=metric, step=at + 1, value=measured[at], metrics=dict(steps[at]))
     return None
 
 
@@ -163,7 +186,7 @@ def _wrong(run: RunFolder, steps: int) -> str | None:
     if run.state == "at work":
         return None
     if (error := run.folder / ERROR).exists():  # of the last attempt, which removes that of the one before
-        return error.read_text().strip()
+        return error.read_text(errors="replace").strip()
     if run.result is None:
         goes_on = f"goes on with: millrace train --run {run.name}" if run.state == "unfinished" else "can't go on"
         return f"it ended after step {steps} without a result: it was killed, and {goes_on}"

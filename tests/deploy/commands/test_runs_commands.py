@@ -137,6 +137,37 @@ def test_runs_are_compared_by_results_curves_on_one_scale_and_settings_that_diff
     assert [record["run"] for record in found["runs"]] == ["a", "b"]
 
 
+def test_a_crash_of_the_machine_costs_the_damaged_lines_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run("torn", [0.1, 0.9, 0.5], candidate=None, reason="r")
+    first, _, third, _ = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+    (folder / "metrics.jsonl").write_bytes(b"\n".join([first, b"\0" * 300, third, b"[]", b'{"reward": "x"}', b""]))
+    (folder / "data.json").write_bytes(b"[]")
+    (folder / "error.txt").write_bytes(b"boom \xff")
+    assert run("show", "torn", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["steps"], record["best"]["step"], record["best"]["value"]) == (5, 3, 0.5)
+    assert (record["data"], record["wrong"]) == (None, "boom \ufffd")
+
+
+def test_a_damaged_record_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run("damaged", [0.1], candidate=2)
+    for name, text in (("resources.json", '{"architecture": "X"}'), ("start.json", '{"config": "x"}')):
+        (folder / name).write_text(text)
+        assert run("show", "damaged") == 1
+        assert "resources.json in " in capsys.readouterr().err
+
+
+def test_what_a_run_says_does_not_act_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run("good", [0.1], candidate=2)
+    text = "rank 1:\n\x1b]0;owned\x07\x9b2J\r"
+    (make_run("hostile", [0.1], candidate=None, reason=text) / "error.txt").write_text(text)
+    for arguments in (["show", "hostile"], ["compare", "hostile", "good"], ["list"]):
+        assert run(*arguments) == 0
+        printed = capsys.readouterr().out
+        assert "\\x1b]0;owned\\x07\\x9b2J" in printed
+        assert printed.replace("\n", "").isprintable()
+
+
 def test_runs_and_metrics_that_there_are_not_are_refused_with_those_that_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

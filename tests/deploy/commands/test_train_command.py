@@ -98,8 +98,13 @@ def test_the_suite_that_chooses_the_candidate_is_not_one_that_it_is_judged_by(tm
     assert training(("train.keep", "best")).evaluate_suite == tmp_path / "chosen.jsonl"
     assert tmp_path / "chosen.jsonl" in training().data.exclude_suites
     assert training(("evaluation.suite", "chosen.jsonl")).keep == "last"
-    with pytest.raises(root.ConfigError, match=r"chosen\.jsonl chooses the candidate .* Name another suite"):
-        training(("train.keep", "best"), ("evaluation.suite", "chosen.jsonl"))
+    (tmp_path / "gate.jsonl").write_text('{"id": "a", "prompt": "1+1="}\n')
+    (tmp_path / "chosen.jsonl").write_text('{"id": "b", "prompt": "1+1="}\n{"id": "c", "prompt": "1+2="}\n')
+    for gate in ("chosen.jsonl", "gate.jsonl"):  # under another name too
+        with pytest.raises(root.ConfigError, match=r"chosen\.jsonl chooses the candidate .* Name another suite"):
+            training(("train.keep", "best"), ("evaluation.suite", gate))
+    (tmp_path / "gate.jsonl").write_text('{"id": "a", "prompt": "2+2="}\n')
+    assert training(("train.keep", "best"), ("evaluation.suite", "gate.jsonl")).keep == "best"
 
 
 def test_a_best_step_needs_held_out_prompts_and_those_need_something_that_samples() -> None:

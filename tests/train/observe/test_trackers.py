@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from loadtests.server import free_port
 from train.config.training import TrainConfig
 from train.context import JobResult
 from train.observe.hooks import HookError, RunInfo, load_function
@@ -140,6 +141,13 @@ def test_a_function_that_gives_no_hook_is_refused(tmp_path: Path, heard: list[An
         watchers(tmp_path, hooks=[f"{name}:no_hook"])
 
 
+def test_a_tracker_that_can_not_begin_leaves_none_before_it_open(tmp_path: Path, heard: list[Any]) -> None:
+    calls, module = heard
+    with pytest.raises(HookError, match="returned a int"):
+        watchers(tmp_path, trackers=[f"{module}:Keeper", f"{module}:no_hook"])
+    assert calls == [("close",)]
+
+
 def test_a_run_that_goes_on_writes_no_step_twice(tmp_path: Path) -> None:
     with watchers(tmp_path) as first:
         for step in range(4):
@@ -172,7 +180,7 @@ def log_with_a_kill(folder: Path, tracker: str) -> None:
     folder.mkdir(parents=True)
     first = watchers(folder, trackers=[tracker])
     for step in range(3):
-        first.step(step, {"reward": float(step)})
+        first.step(step, {"reward": float(step), "of/./mine@2": 2.0})
     second = watchers(folder, trackers=[tracker], history=[{"reward": 0.0}, {"reward": 1.0}])
     for step in (2, 3):
         second.step(step, {"reward": 10.0 * step})
@@ -201,9 +209,10 @@ def test_wandb_keeps_a_run_offline_with_every_step_once(tmp_path: Path, monkeypa
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     log_with_a_kill(tmp_path / "r", "wandb")
-    files = sorted((tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime)
+    files = list((tmp_path / "r" / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2
-    records = [Record.FromString(data) for data in in_log(files[-1].read_bytes())]
+    both = [[Record.FromString(data) for data in in_log(file.read_bytes())] for file in files]
+    [records] = [records for records in both if any(record.HasField("exit") for record in records)]
     rows = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
         for record in records
@@ -219,14 +228,12 @@ def test_wandb_keeps_a_run_offline_with_every_step_once(tmp_path: Path, monkeypa
 def test_mlflow_keeps_every_step_once_and_says_which_run_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    why = "the package {} is not installed: pip install 'millrace[mlflow]'"
-    for name in ("mlflow", "sqlalchemy", "alembic"):
-        pytest.importorskip(name, reason=why.format(name))
+    need_mlflow()
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    log_with_a_kill(tmp_path / "r", "mlflow")
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    log_with_a_kill(tmp_path / "o'brien" / "r", "mlflow")
+    uri = f"sqlite:///{tmp_path}/o'brien/mlflow.db"
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     experiment = client.get_experiment_by_name("millrace")
     failed, killed = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
@@ -234,3 +241,22 @@ def test_mlflow_keeps_every_step_once_and_says_which_run_was_killed(
     history = client.get_metric_history(failed.info.run_id, "train/reward")
     assert [(m.step, m.value) for m in history] == [(0, 0), (1, 1), (2, 20), (3, 30)]
     assert failed.data.params["train.steps"] == "20"
+    assert killed.data.metrics["train/of/_/mine_2"] == 2.0
+
+
+def test_an_mlflow_server_that_is_gone_ends_a_run_soon_and_its_password_is_in_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_mlflow()
+    for name in ("USERNAME", "PASSWORD"):  # which the tracker sets
+        monkeypatch.setenv(f"MLFLOW_TRACKING_{name}", "x")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:hunter2@127.0.0.1:{free_port()}")
+    with pytest.raises(HookError, match="Connection refused") as failed:
+        watchers(tmp_path, trackers=["mlflow"])
+    assert "hunter2" not in str(failed.value)
+
+
+def need_mlflow() -> None:
+    for name in ("mlflow", "sqlalchemy", "alembic"):
+        pytest.importorskip(name, reason=f"the package {name} is not installed: pip install 'millrace[mlflow]'")

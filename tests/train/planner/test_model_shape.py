@@ -33,6 +33,12 @@ def test_of_a_mixture_the_experts_that_a_token_goes_to_are_active(tmp_path: Path
     assert shape.kinds["experts"] == 48 * 128 * 3 * 2048 * 768
 
 
+def test_counting_leaves_the_random_numbers_of_a_run_as_they_are(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    shape_of(read_config(write("Mistral-7B-v0.1", tmp_path, num_hidden_layers=2)), LoraConfig())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_adapters_are_trained_and_nothing_else(tmp_path: Path) -> None:
     config = read_config(write("Mistral-7B-v0.1", tmp_path, num_hidden_layers=2))
     shape = shape_of(config, LoraConfig(rank=16))

@@ -6,6 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+from train.checkpoint.folders import CheckpointError
 from train.config.training import TrainConfig
 from train.run.best_weights import Best, BestWeights, best_of
 
@@ -23,11 +26,16 @@ def names(run: Path) -> list[str]:
     return sorted(os.listdir(run / "best"))
 
 
-def test_the_best_is_the_first_with_the_highest_reward_whose_weights_are_there(tmp_path: Path) -> None:
+def test_the_best_is_the_first_with_the_highest_reward(tmp_path: Path) -> None:
     written(tmp_path, [2, 4])
     assert best_of(tmp_path, history(None, 0.5, None, 0.5)) == Best(2, 0.5, tmp_path / "best" / "step-00000002")
-    assert best_of(tmp_path, history(None, 0.5, 0.9)) == Best(2, 0.5, tmp_path / "best" / "step-00000002")
     assert best_of(tmp_path, history(None)) is None
+
+
+def test_another_step_is_never_taken_for_the_best_whose_weights_are_gone(tmp_path: Path) -> None:
+    written(tmp_path, [2])
+    with pytest.raises(CheckpointError, match=r"step 3 was the best .*reward 0\.900.* Set train\.keep to last"):
+        best_of(tmp_path, history(None, 0.5, 0.9))
 
 
 class Actor:
@@ -46,10 +54,10 @@ def test_weights_stay_while_a_run_that_goes_on_from_a_checkpoint_may_need_them(t
         seen.append(names(tmp_path))
     first, second, fourth = (f"step-{step:08d}" for step in (1, 2, 4))
     assert seen == [[first], [first, second], [first, second], [first, second, fourth]]
-    for checkpoint in (1, 3):
+    for checkpoint in (1, 3):  # the one after step 3 is still being written when that after step 1 is whole
         (tmp_path / "checkpoints" / f"step-{checkpoint:08d}").mkdir(parents=True)
-    best.prune(done)
-    assert names(tmp_path) == [first, second, fourth]
+        best.prune(done)
+        assert names(tmp_path) == [first, second, fourth]
     (tmp_path / "checkpoints" / "step-00000001").rename(tmp_path / "gone")
     best.prune(done)
     assert names(tmp_path) == [second, fourth]
