@@ -8,8 +8,9 @@ from typing import Final
 
 from deploy.config.root import Settings
 from deploy.loop.records import CycleRecord, Stage, next_number, now, write
-from serve.policies.folder import PolicyError
-from train.checkpoint.folders import CheckpointError
+from serve.policies.folder import PolicyError, StoreUnreachable
+from train.checkpoint.folders import CheckpointError, checkpoints, step_of
+from train.run.resume_settings import started
 from train.run.run_store import Manifest, RunStore, taken
 
 _CYCLES_RUN: Final = re.compile(r"cycle-(\d{6,})(?:-(.+))?")
@@ -41,11 +42,11 @@ def take_over(settings: Settings, say: Callable[[str], None]) -> str | None:
             return str(taken(manifest.run, manifest.claim))
     record = CycleRecord(number=last, started_at=now(), finished_at=now(), status="skipped")
     record.reason = "it trained on another machine"
-    if len(found[last]) == 1 and (started := _fetch(settings, store, found[last][0][1], say)) is not None:
+    if len(found[last]) == 1 and (parent := _fetch(settings, store, found[last][0][1], say)) is not None:
         [(label, manifest)] = found[last]
         killed = Stage(name=label, started_at=manifest.at, ok=False, killed=True, run=manifest.run)
         killed.error = "its machine is gone"
-        record.status, record.run, record.incumbent, record.stages = "failed", manifest.run, started, [killed]
+        record.status, record.run, record.incumbent, record.stages = "failed", manifest.run, parent, [killed]
         record.reason += ", which is at work on it no more"
     write(settings, record)
     say(f"cycle {last}: {record.reason}")
@@ -53,15 +54,22 @@ def take_over(settings: Settings, say: Callable[[str], None]) -> str | None:
 
 
 def _fetch(settings: Settings, store: RunStore, manifest: Manifest, say: Callable[[str], None]) -> int | None:
-    """Download a run, if it has a checkpoint; the policy that it started from."""
+    """Download a run, if it has a checkpoint that is not here; the policy that it started from."""
     if not manifest.checkpoints:
         return None
     folder = settings.path(settings.train.runs) / manifest.run
+    if started(folder).get("id", manifest.id) != manifest.id:
+        say(f"run {manifest.run} can't be taken over: {folder} has another run of this name")
+        return None
+    here = checkpoints(folder / "checkpoints")  # by a call that was killed before the record was written
     try:
-        if store.fetch_checkpoint(manifest, folder / "checkpoints", 0) is None:
+        step = store.fetch_checkpoint(manifest, folder / "checkpoints", step_of(here[0]) if here else 0)
+        if step is None and not here:
             return None
         store.fetch_records(manifest, folder)
         start = store.start_of(manifest)
+    except StoreUnreachable:
+        raise
     except (PolicyError, CheckpointError) as error:
         say(f"run {manifest.run} can't be taken over: {error}")
         return None

@@ -17,6 +17,8 @@ from deploy.loop.cycle import CycleBusy, run_cycle
 from deploy.loop.killed_runs import unfinished_training
 from deploy.loop.other_machines import take_over
 from evaluation.suites.suite import Suite
+from serve.policies.folder import StoreUnreachable
+from serve.policies.object_store import ObjectStore
 from tests.object_store import serving
 from train.checkpoint.folders import begin_aside, make_whole
 from train.context import JobContext, RunStart
@@ -92,3 +94,27 @@ def test_no_cycle_begins_while_another_machine_is_at_work_on_a_later_one(setting
 
     trained_elsewhere(settings, tmp_path / "a", "cycle-000002", at_work)
     assert [record.number for record in records.load_all(settings)] == []
+
+
+def test_a_take_over_that_was_killed_or_cut_off_is_done_again(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained_elsewhere(settings, tmp_path / "a", "cycle-000007")
+
+    def failing(error: type[BaseException]) -> Callable[..., None]:
+        def fail(*_: object) -> None:
+            raise error
+
+        return fail
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "download", failing(StoreUnreachable))
+        with pytest.raises(StoreUnreachable):
+            take_over(settings, print)
+    with monkeypatch.context() as patched:
+        patched.setattr("deploy.loop.other_machines.write", failing(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            take_over(settings, print)
+    assert take_over(settings, print) is None
+    found, left = unfinished_training(settings, 8, 1, 1)
+    assert found is not None, left
