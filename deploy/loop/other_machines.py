@@ -12,6 +12,7 @@ from serve.policies.folder import PolicyError, StoreUnreachable
 from train.checkpoint.folders import CheckpointError, checkpoints, step_of
 from train.run.resume_settings import started
 from train.run.run_store import Manifest, RunStore, taken
+from train.run.shared_run import copy_id
 
 _CYCLES_RUN: Final = re.compile(r"cycle-(\d{6,})(?:-(.+))?")
 
@@ -19,7 +20,8 @@ _CYCLES_RUN: Final = re.compile(r"cycle-(\d{6,})(?:-(.+))?")
 def take_over(settings: Settings, say: Callable[[str], None]) -> str | None:
     """Have a record of the last cycle that trained elsewhere, if it is later than all here: cycles share their numbers.
 
-    Why no cycle can begin here now, if another machine is at work on that one.
+    Why no cycle can begin here now, if another machine is at work on that one, or on the last one of here: as this one
+    is after a restart under another name of its host, until its claim has run out.
 
     It was killed, by that, if its run has a checkpoint and no machine is at work on it: then the next cycle goes on
     with it, where it would with one of this machine. What has no checkpoint is not taken up: whether it was judged is
@@ -31,8 +33,15 @@ def take_over(settings: Settings, say: Callable[[str], None]) -> str | None:
     if store is None:
         return None
     known, found = next_number(settings) - 1, dict[int, list[tuple[str, Manifest]]]()
+    here = copy_id(settings.path(settings.train.runs))
     for one in store.all(say):
-        if (match := _CYCLES_RUN.fullmatch(one.manifest.run)) and int(match[1]) > known:
+        if (match := _CYCLES_RUN.fullmatch(one.manifest.run)) is None or int(match[1]) < known:
+            continue
+        if int(match[1]) == known:
+            claim = one.manifest.claim
+            if claim is not None and claim.live and claim.copy_id != here:
+                return str(taken(one.manifest.run, claim))
+        else:
             found.setdefault(int(match[1]), []).append((match[2] or "train", one.manifest))
     if not found:
         return None

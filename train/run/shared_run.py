@@ -89,15 +89,15 @@ class SharedRun:
         self._given_back = False
         self._uploaded: dict[str, StoredFile] = {}  # of checkpoints, whose files don't change
         self._due, self._stop = threading.Event(), threading.Event()
-        copy_id = _copy_id(context.runs)
+        mine = copy_id(context.runs)
         holder = f"pid {os.getpid()} on {socket.gethostname()}"
-        self._me = {"holder": holder, "copy_id": copy_id, "token": uuid.uuid4().hex}
+        self._me = {"holder": holder, "copy_id": mine, "token": uuid.uuid4().hex}
         found = store.read(context.run)
         if found is None:
             store.objects.try_out()  # once a run: without conditional writes two machines could go on with it
             found = Found(Manifest(run=context.run, write="", at=datetime.now(UTC)), None)
         claim = found.manifest.claim
-        if claim is not None and claim.live and claim.copy_id != copy_id:  # of this copy we have the lock
+        if claim is not None and claim.live and claim.copy_id != mine:  # of this copy we have the lock
             raise taken(context.run, claim)
         self._found = store.replace(found, claim=self._claim())
         if claim is not None:
@@ -317,9 +317,10 @@ def _link(source: str, to: str) -> None:
         shutil.copyfile(source, to)
 
 
-def _copy_id(runs: Path) -> str:
+def copy_id(runs: Path) -> str:
     """What names this folder of runs on this machine: a copy of it elsewhere is another one."""
     path, host = runs / _COPY, socket.gethostname()
+    runs.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         if (found := path.read_text()).startswith(f"{host}-"):
             return found

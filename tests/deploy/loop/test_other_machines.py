@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -91,9 +92,13 @@ def test_no_cycle_begins_while_another_machine_is_at_work_on_a_later_one(setting
     def at_work() -> None:
         with pytest.raises(CycleBusy, match=r"pid \d+ on .* is at work on run cycle-000002 until"):
             run_cycle(settings)
+        assert [record.number for record in records.load_all(settings)] == []
+        records.write(settings, records.CycleRecord(number=2, started_at=records.now(), run="cycle-000002"))
+        assert "is at work on run cycle-000002" in (take_over(settings, print) or ""), "its host had another name"
+        shutil.copy(tmp_path / "a" / "runs" / ".copy", settings.path(settings.train.runs))
+        assert take_over(settings, print) is None, "it is this machine, whose lock tells"
 
     trained_elsewhere(settings, tmp_path / "a", "cycle-000002", at_work)
-    assert [record.number for record in records.load_all(settings)] == []
 
 
 def test_a_take_over_that_was_killed_or_cut_off_is_done_again(
