@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from deploy.config.root import Settings
 from deploy.loop.records import CycleRecord, Stage, next_number, now, write
+from feedback.datasets import count_given
+from feedback.lake.tables import LakeError
 from serve.policies.folder import PolicyError, StoreUnreachable
 from train.checkpoint.folders import CheckpointError, checkpoints, step_of
 from train.run.resume_settings import started
@@ -51,19 +53,22 @@ def take_over(settings: Settings, say: Callable[[str], None]) -> str | None:
             return str(taken(manifest.run, manifest.claim))
     record = CycleRecord(number=last, started_at=now(), finished_at=now(), status="skipped")
     record.reason = "it trained on another machine"
-    if len(found[last]) == 1 and (parent := _fetch(settings, store, found[last][0][1], say)) is not None:
+    if len(found[last]) == 1 and (start := _fetch(settings, store, found[last][0][1], say)) is not None:
         [(label, manifest)] = found[last]
         killed = Stage(name=label, started_at=manifest.at, ok=False, killed=True, run=manifest.run)
         killed.error = "its machine is gone"
-        record.status, record.run, record.incumbent, record.stages = "failed", manifest.run, parent, [killed]
+        record.status, record.run, record.incumbent, record.stages = "failed", manifest.run, start["parent"], [killed]
         record.reason += ", which is at work on it no more"
+        record.rewards, record.feedback = _counts(settings, start["lake_versions"], say)
     write(settings, record)
     say(f"cycle {last}: {record.reason}")
     return None
 
 
-def _fetch(settings: Settings, store: RunStore, manifest: Manifest, say: Callable[[str], None]) -> int | None:
-    """Download a run, if it has a checkpoint that is not here; the policy that it started from."""
+def _fetch(
+    settings: Settings, store: RunStore, manifest: Manifest, say: Callable[[str], None]
+) -> dict[str, Any] | None:
+    """Download a run, if it has a checkpoint that is not here; what it was started with."""
     if not manifest.checkpoints:
         return None
     folder = settings.path(settings.train.runs) / manifest.run
@@ -76,10 +81,21 @@ def _fetch(settings: Settings, store: RunStore, manifest: Manifest, say: Callabl
         if step is None and not here:
             return None
         store.fetch_records(manifest, folder)
-        start = store.start_of(manifest)
+        return store.start_of(manifest)
     except StoreUnreachable:
         raise
     except (PolicyError, CheckpointError) as error:
         say(f"run {manifest.run} can't be taken over: {error}")
         return None
-    return None if start is None else int(start["parent"])
+
+
+def _counts(
+    settings: Settings, versions: Mapping[str, int], say: Callable[[str], None]
+) -> tuple[int | None, int | None]:
+    """How many rewards and feedbacks the run had, so that the cycle after it doesn't take them for new ones."""
+    lake = settings.lake()
+    try:
+        return lake.table("rewards", versions["rewards"]).count(), count_given(lake, versions=versions)
+    except LakeError as error:
+        say(f"how much it has learned from is not known: {error}")
+        return None, None

@@ -52,7 +52,14 @@ def trained_elsewhere(
         assert run is not None
         training = settings.training()
         suites = {str(suite): Suite.load(suite).sha256 for suite in training.data.exclude_suites}
-        fields = {"parent_sha256": "", "lake_versions": {}, "reward": None, "config": training.model_dump(mode="json")}
+        settings.lake().create()
+        versions = settings.lake().versions()
+        fields = {
+            "parent_sha256": "",
+            "lake_versions": versions,
+            "reward": None,
+            "config": training.model_dump(mode="json"),
+        }
         keep_start(there, RunStart(id=name, parent=1, suites=suites, **fields))
         if checkpoint:
             begin_aside(there.folder / "checkpoints", 10, "{}")
@@ -69,6 +76,8 @@ def test_a_run_that_another_machine_has_left_is_what_the_next_cycle_goes_on_with
     assert take_over(settings, said.append) is None
     assert said == ["cycle 7: it trained on another machine, which is at work on it no more"]
     assert records.next_number(settings) == 8
+    [record] = records.load_all(settings)
+    assert (record.rewards, record.feedback) == (0, 0), "what it had learned from is not new to the next"
     found, left = unfinished_training(settings, 8, 1, 1)
     assert found is not None, left
     assert [stage.run for stage in found.stages] == ["cycle-000007"]
