@@ -101,6 +101,8 @@ def _run(
         seed = numbered_seed(config.seed, begun.parent.version)
         dataflow = dataflows.load(config)
         keep_start(context, begun.start)  # before it reads: by this an erasure knows that it may have
+        if shared is not None:
+            shared.upload_soon()  # what the store has of an earlier run of this name, whose rows were erased, goes
         history = list(begun.progress.history) if begun.progress else []
         erasures = Erasures(lake, begun.start.lake_versions, config)
         try:

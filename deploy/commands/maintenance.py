@@ -126,9 +126,9 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
         lake.create()
         done = maintain_lake(lake, Path(resolved.feedback.journal.folder), rewritten)
         forgotten = forget_erased(lake, resolved.train.runs, stores)
+        forget_gone(lake, resolved.evaluation.folder / FOLDER, click.echo)
         if (shared := settings.run_store()) is not None:
             forgotten += forget_erased_in_store(lake, shared, stores)
-        forget_gone(lake, resolved.evaluation.folder / FOLDER, click.echo)
     if any(done.erased.values()):
         click.echo(f"erased, behind an earlier erasure: {_counted(done.erased)}")
     _print_retained(done.retained, dry_run=False)

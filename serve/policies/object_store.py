@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -142,7 +143,12 @@ class ObjectStore:
         Raises FileNotFoundError for one that is not there, PolicyCorrupt for one that has another hash,
         StoreUnreachable also once ``stopping`` says so.
         """
-        _each(lambda name: self._download(name, *files[name], stopping), files)
+        broken_off = threading.Event()
+
+        def one(name: str) -> None:
+            self._download(name, *files[name], lambda: broken_off.is_set() or stopping())
+
+        _each(one, files, broken_off.set)
 
     def _download(self, name: str, path: Path, size: int, sha256: str, stopping: Callable[[], bool]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,6 +205,7 @@ class ObjectStore:
         Raises PolicyError that says what it does in place of that.
         """
         name = f"probe-{uuid.uuid4().hex}"
+        self.version(name)  # a store that does not answer is found out within seconds
         first = self.write_if(name, b"1", None)
         second = self.write_if(name, b"2", first)
         try:
@@ -241,13 +248,17 @@ def _version(found: Any) -> dict[str, str]:
     return {name: value for name in ("e_tag", "version") if (value := found.get(name)) is not None}
 
 
-def _each(work: Callable[[str], None], names: Iterable[str]) -> None:
-    """Do it for all, a few at a time; the first error is raised when what has begun has ended."""
+def _each(work: Callable[[str], None], names: Iterable[str], break_off: Callable[[], None] = lambda: None) -> None:
+    """Do it for all, a few at a time; the first error is raised when what has begun has ended.
+
+    ``break_off``: has that end early; called at an error, or a stop of this process.
+    """
     with ThreadPoolExecutor(_TRANSFERS, thread_name_prefix="object store") as pool:
         calls = [pool.submit(work, name) for name in names]
         try:
             for call in calls:
                 call.result()
         except BaseException:
+            break_off()
             pool.shutdown(wait=True, cancel_futures=True)
             raise

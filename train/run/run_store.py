@@ -13,6 +13,7 @@ torch.distributed.checkpoint): whoever can write to the store can run code where
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import uuid
@@ -22,15 +23,25 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from feedback.files import fsync_path
 from serve.policies.folder import PolicyCorrupt, PolicyError, StoreUnreachable, sha256_file
 from serve.policies.object_store import Conflict, Contents, ObjectStore
-from train.checkpoint.folders import CheckpointError, aside_of, checkpoints, name_of, remove_unfinished, step_of, torn
+from train.checkpoint.folders import (
+    CheckpointError,
+    aside_of,
+    checkpoints,
+    name_of,
+    remove_unfinished,
+    require_room,
+    step_of,
+    torn,
+)
 from train.config.sections import RunStoreConfig
 from train.context import RUN_NAME
 from train.observe.progress import say
+from train.run.resume_settings import started
 
 RECORDS: Final = ("start.json", "metrics.jsonl", "pass_rates.json", "data.json", "resources.json", "result.json")
 """What of a run is shared beside its checkpoints. Not ``job.json``, which has credentials in clear."""
@@ -68,7 +79,7 @@ class Claim(BaseModel):
     holder: str
     token: str
     copy_id: str
-    until: datetime
+    until: AwareDatetime
 
     @property
     def live(self) -> bool:
@@ -84,7 +95,7 @@ class Manifest(BaseModel):
     run: str = Field(pattern=RUN_NAME)
     id: str | None = None
     write: str
-    at: datetime
+    at: AwareDatetime
     claim: Claim | None = None
     result: dict[str, Any] | None = None
     failed_uploads: int = 0
@@ -109,6 +120,9 @@ class Manifest(BaseModel):
         """The files of a checkpoint, by their paths in it."""
         prefix = f"checkpoints/{checkpoint}/"
         return {name.removeprefix(prefix): of for name, of in self.files.items() if name.startswith(prefix)}
+
+    def bytes_of(self, checkpoint: str) -> int:
+        return sum(of.size for of in self.files_of(checkpoint).values())
 
     @property
     def bytes(self) -> int:
@@ -217,15 +231,31 @@ class RunStore:
         self.objects.delete(sorted(found.manifest.objects - {found.manifest.object_of(name) for name in kept}))
         return True
 
+    def sweep(self) -> None:
+        """Remove the objects of idle runs that no manifest names: their uploads were cut off, or their removal was."""
+        runs: dict[str, set[str]] = {}
+        for name in self.objects.names("objects/"):  # first: so nothing is among them that is uploaded from here on
+            runs.setdefault(name.split("/")[1], set()).add(name)
+        for found in self.all():
+            manifest = found.manifest
+            stray = runs.get(manifest.run, set()) - manifest.objects
+            if not stray or (manifest.claim and manifest.claim.live):
+                continue
+            if manifest.claim is not None:  # its holder may yet be at an upload, which must not be named any more
+                try:
+                    self.replace(found, claim=None)
+                except RunTaken:
+                    continue
+            self.objects.delete(sorted(stray))
+
     def start_of(self, manifest: Manifest) -> dict[str, Any] | None:
-        """What a run was started with; None if that is not there, or has gone meanwhile."""
-        if "start.json" not in manifest.files:
+        """What a run was started with; None if that is not there, has gone meanwhile, or is damaged."""
+        if (of := manifest.files.get("start.json")) is None:
             return None
-        try:
-            found = self.objects.read(manifest.object_of("start.json"), _LARGEST)
-        except FileNotFoundError:
+        found = self.objects.read(manifest.object_of("start.json"), _LARGEST)
+        if found is None or hashlib.sha256(found.content).hexdigest() != of.sha256:
             return None
-        return None if found is None else dict(json.loads(found.content))
+        return dict(json.loads(found.content))
 
     def fetch_records(self, manifest: Manifest, folder: Path, names: Iterable[str] = RECORDS) -> None:
         """Have a folder have the records of a run. Raises PolicyError if one is damaged or gone."""
@@ -240,7 +270,8 @@ class RunStore:
     def fetch_checkpoint(self, manifest: Manifest, folder: Path, than: int) -> int | None:
         """Download a run's newest checkpoint that is newer ``than`` a step to a folder of checkpoints; its step.
 
-        A damaged one is reported, and passed over. None if there is none newer.
+        A damaged one is reported, and passed over. None if there is none newer. What the run was started with comes
+        first: by that an erasure knows what the rest may have, if this is killed.
 
         Raises:
             CheckpointError: all that are newer are damaged, and ``than`` is 0, or there is no room.
@@ -252,6 +283,9 @@ class RunStore:
                 break
             folder.mkdir(parents=True, exist_ok=True)
             aside, files = aside_of(folder, step), manifest.files_of(name)
+            there = sum(path.stat().st_size for path in aside.rglob("*") if path.is_file())
+            require_room(folder, manifest.bytes_of(name) - there)
+            self.fetch_records(manifest, folder.parent, ("start.json",))
             try:
                 self._download(
                     {
@@ -279,11 +313,16 @@ class RunStore:
         return None
 
     def _download(self, files: dict[str, tuple[Path, int, str]]) -> None:
-        """Raises PolicyCorrupt for an object that is damaged, or gone."""
+        """To files that their user alone can read: they have texts. Raises PolicyCorrupt for one damaged, or gone."""
+        for path, *_ in files.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
         try:
             self.objects.download(files)
         except FileNotFoundError as error:
             raise PolicyCorrupt(f"an object of it is gone ({error}): {RUNS.remedy}") from error
+        for path, *_ in files.values():  # one that was torn is written anew
+            path.chmod(0o600)
 
 
 def open_runs(config: RunStoreConfig) -> RunStore | None:
@@ -314,7 +353,7 @@ def fetch_all_records(
     for one in store.all(report):
         manifest, folder = one.manifest, runs / one.manifest.run
         found.append(manifest)
-        if not manifest.files or checkpoints(folder / "checkpoints"):
+        if not manifest.files or checkpoints(folder / "checkpoints") or ended_here(manifest, folder):
             continue
         folder.mkdir(parents=True, exist_ok=True)
         if is_free(folder):
@@ -323,6 +362,11 @@ def fetch_all_records(
             except PolicyError as error:
                 report(f"the records of run {manifest.run} can't be had: {error}")
     return found
+
+
+def ended_here(manifest: Manifest, folder: Path) -> bool:
+    """Whether a run has ended in this folder and the store does not know, as its last upload failed."""
+    return manifest.result is None and (folder / "result.json").exists() and started(folder).get("id") == manifest.id
 
 
 def _is(path: Path, of: StoredFile) -> bool:

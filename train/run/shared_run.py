@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from feedback.files import replace_file
+from feedback.process_exit import skip_teardown
 from serve.policies.folder import PolicyError, sha256_file
 from train.checkpoint.folders import CheckpointError, checkpoints, step_of, torn
 from train.config.sections import RunStoreConfig
@@ -36,6 +37,7 @@ from train.run.run_store import (
     RunStore,
     RunTaken,
     StoredFile,
+    ended_here,
     fetch_all_records,
     open_runs,
     taken,
@@ -44,7 +46,8 @@ from train.run.unfinished import START, UPLOADING, holder_of, kept
 
 _TRIES: Final = 3  # of an upload
 _PAUSE_S: Final = 2.0  # before the second one, and twice that before the third
-_LAST_S: Final = 300.0  # that a run waits at its end for its last upload
+_LAST_S: Final = 300.0  # that a run waits at its end: for its claim before it publishes, and for its last upload
+_STOPPED_S: Final = 5.0  # that a run which is stopped waits for that: within cycle.stop_grace_s it would be killed
 _COPY: Final = ".copy"
 FAILURES: Final = "failed_uploads.log"
 """A line for each upload that was given up, in the run's folder."""
@@ -68,8 +71,10 @@ def shared_run(config: RunStoreConfig, context: JobContext) -> Iterator[SharedRu
     run = SharedRun(store, config, context)
     try:
         yield run
-    finally:
-        run.close()
+    except BaseException as error:
+        run.close(_LAST_S if isinstance(error, Exception) else _STOPPED_S)
+        raise
+    run.close()
 
 
 class SharedRun:
@@ -84,15 +89,15 @@ class SharedRun:
         self._given_back = False
         self._uploaded: dict[str, StoredFile] = {}  # of checkpoints, whose files don't change
         self._due, self._stop = threading.Event(), threading.Event()
-        copy_id = _copy_id(context.runs)
+        mine = copy_id(context.runs)
         holder = f"pid {os.getpid()} on {socket.gethostname()}"
-        self._me = {"holder": holder, "copy_id": copy_id, "token": uuid.uuid4().hex}
+        self._me = {"holder": holder, "copy_id": mine, "token": uuid.uuid4().hex}
         found = store.read(context.run)
         if found is None:
             store.objects.try_out()  # once a run: without conditional writes two machines could go on with it
             found = Found(Manifest(run=context.run, write="", at=datetime.now(UTC)), None)
         claim = found.manifest.claim
-        if claim is not None and claim.live and claim.copy_id != copy_id:  # of this copy we have the lock
+        if claim is not None and claim.live and claim.copy_id != mine:  # of this copy we have the lock
             raise taken(context.run, claim)
         self._found = store.replace(found, claim=self._claim())
         if claim is not None:
@@ -106,7 +111,8 @@ class SharedRun:
             self._sweep()
             self._take_over(context)
         except BaseException:
-            self.close(upload=False)
+            self._stop.set()
+            self._give_back()
             raise
         self._threads[1].start()
 
@@ -120,22 +126,35 @@ class SharedRun:
             raise self._lost
 
     def renew(self) -> None:
-        """Claim the run anew, now; a store that does not answer is reported. Raises RunTaken."""
-        try:
-            self._replace()
-        except PolicyError as error:
-            say(f"{self._run}: whether this machine still has the run could not be asked: {error}")
+        """Claim the run anew, now. A store that does not answer is reported while the claim still holds.
 
-    def close(self, *, upload: bool = True) -> None:
-        """Upload what is there at the end, within a bound, and give the claim back."""
+        Raises RunTaken; CheckpointError if the claim has run out and the store does not answer.
+        """
+        deadline = time.monotonic() + _LAST_S
+        while True:
+            try:
+                return self._replace()
+            except PolicyError as error:
+                claim = self._found.manifest.claim
+                if claim is not None and claim.live:
+                    return say(f"{self._run}: whether this machine still has the run could not be asked: {error}")
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"the claim on run {self._run} has run out, and whether another machine has the run can't be "
+                        f"asked: {error}. When the store answers, start the run again: it goes on from its checkpoint"
+                    ) from error
+            self._stop.wait(_PAUSE_S)
+
+    def close(self, within: float = _LAST_S) -> None:
+        """Upload what is there at the end and give the claim back, or leave that to its thread after seconds."""
         self._stop.set()
         self._due.set()
-        if upload:
-            self._threads[1].join(_LAST_S)
-            if self._threads[1].is_alive():
-                return say(f"{self._run}: its last upload takes longer than {_LAST_S:g} s, and is left")
-            if self._lost is None:
-                self._upload_or_say(pause=time.sleep)
+        self._threads[1].join(within)
+        if self._threads[1].is_alive():
+            say(f"{self._run}: its last upload takes longer than {within:g} s, and is left")
+            skip_teardown("an upload of a run still runs")  # the interpreter would wait for it
+
+    def _give_back(self) -> None:
         with suppress(PolicyError, RunTaken):  # then it ends by itself
             self._replace(claim=None)
 
@@ -180,7 +199,7 @@ class SharedRun:
         shutil.rmtree(self._folder / UPLOADING, ignore_errors=True)
         fetch_all_records(self._store, context.runs, lambda folder: not holder_of(folder) and folder != self._folder)
         manifest = self._found.manifest
-        if manifest.id is None:  # it has not begun, or was forgotten
+        if manifest.id is None or ended_here(manifest, self._folder):  # it has not begun, or was forgotten
             return
         start = self._folder / START
         if start.exists() and (mine := json.loads(start.read_bytes())["id"]) != manifest.id:
@@ -203,8 +222,11 @@ class SharedRun:
         while not self._stop.is_set():
             self._due.wait()
             self._due.clear()
-            if not self._stop.is_set():  # the last upload is that of ``close``
+            if not self._stop.is_set():
                 self._upload_or_say()
+        if self._lost is None:
+            self._upload_or_say(pause=time.sleep)
+        self._give_back()
 
     def _upload_or_say(self, pause: Callable[[float], bool | None] | None = None) -> None:
         """``pause``: waits for seconds; whether to leave it at that, as the run's end uploads all again."""
@@ -295,9 +317,10 @@ def _link(source: str, to: str) -> None:
         shutil.copyfile(source, to)
 
 
-def _copy_id(runs: Path) -> str:
+def copy_id(runs: Path) -> str:
     """What names this folder of runs on this machine: a copy of it elsewhere is another one."""
     path, host = runs / _COPY, socket.gethostname()
+    runs.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         if (found := path.read_text()).startswith(f"{host}-"):
             return found

@@ -115,18 +115,26 @@ def forget_erased(lake: Lake, runs: Path, stores: Stores) -> list[str]:
 def forget_erased_in_store(lake: Lake, runs: RunStore, stores: Stores) -> list[str]:
     """``forget_erased`` of the runs in an object store that no machine is at work on; their names.
 
+    So does one of which the store has not what it was started with. And what uploads have left there goes.
+
     Raises also serve.policies.folder.PolicyError: the store can't be reached.
     """
     forgotten = []
     for manifest in [found.manifest for found in runs.all()]:
-        if not manifest.checkpoints or (started := runs.start_of(manifest)) is None:
+        if not manifest.checkpoints:
             continue
-        if not was_erased(lake, started["lake_versions"]) or not runs.drop(manifest.run, forget=True):
+        started = runs.start_of(manifest)
+        if started is not None and not was_erased(lake, started["lake_versions"]):
+            continue
+        if not runs.drop(manifest.run, forget=True):
+            continue
+        forgotten.append(manifest.run)
+        if started is None:
             continue
         store = _target(started, stores)
         if (published := published_by(store, started.get("id"))) is not None:
             mark(store, published, _LATE)
-        forgotten.append(manifest.run)
+    runs.sweep()
     return forgotten
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from deploy.loop.cycle import CycleBusy, run_cycle
 from deploy.loop.killed_runs import unfinished_training
 from deploy.loop.other_machines import take_over
 from evaluation.suites.suite import Suite
+from serve.policies.folder import StoreUnreachable
+from serve.policies.object_store import ObjectStore
 from tests.object_store import serving
 from train.checkpoint.folders import begin_aside, make_whole
 from train.context import JobContext, RunStart
@@ -49,7 +52,14 @@ def trained_elsewhere(
         assert run is not None
         training = settings.training()
         suites = {str(suite): Suite.load(suite).sha256 for suite in training.data.exclude_suites}
-        fields = {"parent_sha256": "", "lake_versions": {}, "reward": None, "config": training.model_dump(mode="json")}
+        settings.lake().create()
+        versions = settings.lake().versions()
+        fields = {
+            "parent_sha256": "",
+            "lake_versions": versions,
+            "reward": None,
+            "config": training.model_dump(mode="json"),
+        }
         keep_start(there, RunStart(id=name, parent=1, suites=suites, **fields))
         if checkpoint:
             begin_aside(there.folder / "checkpoints", 10, "{}")
@@ -66,6 +76,8 @@ def test_a_run_that_another_machine_has_left_is_what_the_next_cycle_goes_on_with
     assert take_over(settings, said.append) is None
     assert said == ["cycle 7: it trained on another machine, which is at work on it no more"]
     assert records.next_number(settings) == 8
+    [record] = records.load_all(settings)
+    assert (record.rewards, record.feedback) == (0, 0), "what it had learned from is not new to the next"
     found, left = unfinished_training(settings, 8, 1, 1)
     assert found is not None, left
     assert [stage.run for stage in found.stages] == ["cycle-000007"]
@@ -89,6 +101,34 @@ def test_no_cycle_begins_while_another_machine_is_at_work_on_a_later_one(setting
     def at_work() -> None:
         with pytest.raises(CycleBusy, match=r"pid \d+ on .* is at work on run cycle-000002 until"):
             run_cycle(settings)
+        assert [record.number for record in records.load_all(settings)] == []
+        records.write(settings, records.CycleRecord(number=2, started_at=records.now(), run="cycle-000002"))
+        assert "is at work on run cycle-000002" in (take_over(settings, print) or ""), "its host had another name"
+        shutil.copy(tmp_path / "a" / "runs" / ".copy", settings.path(settings.train.runs))
+        assert take_over(settings, print) is None, "it is this machine, whose lock tells"
 
     trained_elsewhere(settings, tmp_path / "a", "cycle-000002", at_work)
-    assert [record.number for record in records.load_all(settings)] == []
+
+
+def test_a_take_over_that_was_killed_or_cut_off_is_done_again(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained_elsewhere(settings, tmp_path / "a", "cycle-000007")
+
+    def failing(error: type[BaseException]) -> Callable[..., None]:
+        def fail(*_: object) -> None:
+            raise error
+
+        return fail
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "download", failing(StoreUnreachable))
+        with pytest.raises(StoreUnreachable):
+            take_over(settings, print)
+    with monkeypatch.context() as patched:
+        patched.setattr("deploy.loop.other_machines.write", failing(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            take_over(settings, print)
+    assert take_over(settings, print) is None
+    found, left = unfinished_training(settings, 8, 1, 1)
+    assert found is not None, left

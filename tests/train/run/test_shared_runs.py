@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,8 @@ def test_another_machine_gets_the_newest_checkpoint_and_the_records_of_a_run(
         assert {"start.json", "metrics.jsonl"} <= names
         assert "job.json" not in names
         assert (b.folder / "metrics.jsonl").read_text() == "{}\n" * 6
+        fetched = [b.folder / "start.json", *(path for path in newest.rglob("*") if path.is_file())]
+        assert {oct(path.stat().st_mode & 0o777) for path in fetched} == {"0o600"}, "they have texts of users"
     assert steps_in(config) == [6]
 
 
@@ -415,6 +417,118 @@ def test_runs_of_the_store_are_listed_pruned_and_forgotten_when_rows_are_erased(
         assert give_up([b.folder], RunStore(config)) == [], "somebody is at work on it"
     assert give_up([b.folder], RunStore(config)) == ["run"]
     assert [Path(name).name for name in objects(config)] == ["metrics.jsonl", "start.json"]
+
+
+def test_objects_that_were_not_removed_and_a_run_of_unknown_rows_go_at_the_next_maintenance(
+    config: RunStoreConfig, machine: Machine, tmp_path: Path
+) -> None:
+    lake = Lake(str(tmp_path / "lake"), LakeConfig())
+    lake.create()
+    stores = Stores(PolicyStore(tmp_path / "policies"), PolicyStore(tmp_path / "reward_models"))
+    with at_work(config, machine("a")) as run:
+        begin(machine("a"))
+        save(machine("a"), 2)
+        run._upload()
+        stray = f"objects/run/{'0' * 32}/checkpoints/step-00000004/driver.json"
+        run._store.objects.upload({stray: machine("a").folder / "start.json"})
+        assert forget_erased_in_store(lake, RunStore(config), stores) == []
+        assert stray in objects(config), "its machine is at work on it"
+    assert forget_erased_in_store(lake, RunStore(config), stores) == []
+    assert stray not in objects(config)
+    assert steps_in(config) == [2]
+    found = RunStore(config).read("run")
+    assert found is not None
+    key = f"{(config.uri or '').removeprefix('s3://bucket/')}/{found.manifest.object_of('start.json')}"
+    bucket(config).put_object(Bucket="bucket", Key=key, Body=b"{}")
+    unreachable = RunStore(config)
+
+    def down(_: object) -> None:
+        raise StoreUnreachable
+
+    unreachable.objects.delete = down  # type: ignore[method-assign]
+    with pytest.raises(StoreUnreachable):
+        forget_erased_in_store(lake, unreachable, stores)
+    assert objects(config) != []
+    assert forget_erased_in_store(lake, RunStore(config), stores) == []
+    assert objects(config) == []
+
+
+def test_a_download_that_is_cut_off_has_left_what_an_erasure_finds_the_run_by(
+    config: RunStoreConfig, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = machine("a"), machine("b")
+    with at_work(config, a):
+        begin(a)
+        save(a, 2)
+    download = RunStore._download
+
+    def cut_off(self: RunStore, files: dict[str, tuple[Path, int, str]]) -> None:
+        if any("checkpoints" in name for name in files):
+            raise StoreUnreachable
+        download(self, files)
+
+    monkeypatch.setattr(RunStore, "_download", cut_off)
+    with pytest.raises(StoreUnreachable), at_work(config, b):
+        pass
+    assert (b.folder / "start.json").exists()
+
+
+def test_what_has_ended_here_is_not_overwritten_where_its_last_upload_failed(
+    config: RunStoreConfig, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.run.shared_run._PAUSE_S", 0.01)
+    a = machine("a")
+    with at_work(config, a) as run:
+        begin(a)
+        save(a, 2)
+        run._upload()
+        save(a, 4)
+        (a.folder / "result.json").write_text("{}")
+        shutil.rmtree(a.folder / "checkpoints")
+        monkeypatch.setattr(run, "_upload", lambda: 1 / 0)
+    with_shared(RunStore(config), a.runs)
+    assert (a.folder / "metrics.jsonl").read_text() == "{}\n" * 4
+    with at_work(config, a):
+        assert checkpoints(a.folder / "checkpoints") == []
+    assert steps_in(config) == []
+
+
+def test_a_claim_that_has_run_out_and_can_t_be_renewed_publishes_nothing(
+    config: RunStoreConfig, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.run.shared_run._LAST_S", 0.0)
+    monkeypatch.setattr("train.run.shared_run._PAUSE_S", 0.01)
+    with only_run(machine("a")):
+        run = SharedRun(RunStore(config), config, machine("a"))
+
+        def down(*_: object, **__: object) -> None:
+            raise StoreUnreachable("no answer")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(RunStore, "replace", down)
+            run.renew()
+            patched.setattr("train.run.run_store.Claim.live", False)
+            with pytest.raises(CheckpointError, match=r"claim on run run has run out, .* no answer"):
+                run.renew()
+        run.renew()
+        run.close(60)
+
+
+def test_a_run_that_is_stopped_does_not_wait_for_an_upload_under_way(
+    config: RunStoreConfig, machine: Machine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("train.run.shared_run._STOPPED_S", 0.0)
+    monkeypatch.setattr("train.run.shared_run.skip_teardown", print)
+    answers = threading.Event()
+    with suppress(KeyboardInterrupt), at_work(config, machine("a")) as run:
+        begin(machine("a"))
+        monkeypatch.setattr(run, "_upload", lambda: answers.wait(60))
+        raise KeyboardInterrupt
+    assert "its last upload takes longer than 0 s, and is left" in capsys.readouterr().out
+    answers.set()
+    run._threads[1].join(60)
+    with at_work(config, machine("b")):  # the thread has given the claim back
+        pass
 
 
 # ------------------------------------------------------------------------------------------------ a whole run
