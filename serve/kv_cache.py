@@ -7,6 +7,7 @@ can tell before anything starts.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeGuard
@@ -185,6 +186,18 @@ def container_memory() -> int | None:
         if text.isdigit() and int(text) < 2**60:
             return int(text)
     return None
+
+
+def swap_memory(groups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this machine may swap to, or its container if that has less. ``groups``: of control groups."""
+    total = psutil.swap_memory().total
+    with suppress(OSError, ValueError):
+        total = min(total, int((groups / "memory.swap.max").read_text()))
+    with suppress(OSError, ValueError):  # version 1 bounds memory and swap together
+        one = groups / "memory"
+        both, memory = (int((one / f"memory.{name}_in_bytes").read_text()) for name in ("memsw.limit", "limit"))
+        total = min(total, max(0, both - memory) if both < 2**60 else total)
+    return total
 
 
 def _bytes_per_token(config: dict[str, Any], itemsize: int, devices: int) -> int | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU at this moment: bytes, and the share of the last moments in which it was at work."""
+    """One GPU at this moment: bytes, and the share of the last moments in which it was at work.
+
+    ``use``: NaN where the driver does not measure it, as of a GPU in MIG mode.
+    """
 
     index: int
     used_bytes: int
@@ -34,5 +38,8 @@ def gpus() -> list[Gpu]:
 def _read(nvml, index: int) -> Gpu:  # type: ignore[no-untyped-def]
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    use = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    try:
+        use = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    except nvml.NVMLError_NotSupported:
+        use = math.nan
     return Gpu(index, int(memory.used), int(memory.total), use)

@@ -19,6 +19,7 @@ from deploy.config import root
 from deploy.config.root import Settings, child_environment
 from deploy.loop import promotion, records, wait_for_serving
 from deploy.loop.wait_for_serving import NotServed
+from deploy.monitoring.gpu import Gpu
 from deploy.supervise.children import millrace
 from deploy.up import switches
 from evaluation.decisions.ledger import Ledger
@@ -140,6 +141,26 @@ def test_what_is_no_reason_to_refuse_is_printed_as_the_setting_says(home_with_po
     memory_check.require_server(extra, None, lines.append)
     assert lines[1:] == ["whether serve fits into memory is not planned: serve.engine.extra has cpu_offload_gb"]
     memory_check.require_server(home_with_policy, 7, _fail)  # no such policy, of which the server itself complains
+
+
+def test_a_gpu_whose_memory_can_not_be_read_is_not_planned_for_and_stops_nothing(
+    home_with_policy: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> list[Gpu]:
+        raise RuntimeError("Not Supported")
+
+    lines: list[str] = []
+    monkeypatch.setattr(memory_check, "installed", lambda _: {"vllm": "1"})  # its build for GPUs
+    for found in (fails, lambda: []):
+        monkeypatch.setattr(memory_check, "gpus", found)
+        memory_check.require_server(home_with_policy, 1, lines.append)
+    assert "is not planned: Not Supported" in lines[0]
+    assert "NVML shows no GPU" in lines[1]
+    monkeypatch.setattr(memory_check, "gpus", lambda: [Gpu(index, 0, 80 * 2**30, 0.0) for index in range(4)])
+    for visible, devices, kind in (("2,3", 2, "cuda"), ("0", 1, "cuda"), ("", 1, "cpu")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        machine = memory_check.this_machine()
+        assert (machine.devices, machine.kind) == (devices, kind)
 
 
 def _fail(line: str) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 import psutil
 import pytest
 
-from serve.kv_cache import BATCH_SHARE, MIB, SERVER_SHARE, ContextRefused, KVCache, available_memory, fit
+from serve.kv_cache import (
+    BATCH_SHARE,
+    MIB,
+    SERVER_SHARE,
+    ContextRefused,
+    KVCache,
+    available_memory,
+    fit,
+    swap_memory,
+)
 
 GIB = 2**30
 # Layers, heads and contexts as the models' own config.json files on huggingface.co have them.
@@ -142,3 +151,15 @@ def test_memory_that_can_be_had_is_what_the_container_has_left(tmp_path: Path) -
     assert available_memory(tmp_path) == 0
     (tmp_path / "memory.max").write_text("max\n")
     assert available_memory(tmp_path) > 300 * MIB
+
+
+def test_swap_is_what_the_container_may_have_of_the_machines(tmp_path: Path) -> None:
+    total = psutil.swap_memory().total
+    assert swap_memory(tmp_path) == total
+    (tmp_path / "memory.swap.max").write_text("max\n")
+    (tmp_path / "memory").mkdir()
+    for name in ("memsw.limit", "limit"):  # without bounds in version 1
+        (tmp_path / "memory" / f"memory.{name}_in_bytes").write_text("9223372036854771712\n")
+    assert swap_memory(tmp_path) == total
+    (tmp_path / "memory.swap.max").write_text("0\n")
+    assert swap_memory(tmp_path) == 0

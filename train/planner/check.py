@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -19,18 +20,30 @@ from serve.config import EngineConfig, SwapConfig
 from serve.kv_cache import SERVER_SHARE, fit_engine
 from serve.policies.folder import compute_dtype, safetensors_header
 from train.config.context_length import rollout_cache
+from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
 from train.planner.machine import Machine
-from train.planner.plan import NothingFits, Phase, Workload, choose, plan
+from train.planner.plan import NothingFits, Phase, Workload, candidates, choose, plan
 from train.planner.sizes import GIB, ITEMSIZE
 
 FAR: Final = {"cuda": 1.1, "cpu": 1.25}
 """Times a device's memory from which settings are refused. Predictions are checked to 10 %; a CPU's memory has room
-beside it: swap, and pages of a KV cache that are never touched."""
+beside it, pages of a KV cache that are never touched, and swap, which is added."""
 
 _STANDBY_SLACK: Final = 1.05  # serve/vllm/standby_weights.py
-_CHANGING_MEMORY: Final = ("quantization", "cpu_offload_gb", "kv_cache_dtype", "pipeline_parallel_size", "load_format")
+_CHANGING_MEMORY: Final = (
+    *("quantization", "quantization_config", "load_format", "model_weights", "model_class_overrides", "hf_overrides"),
+    *("hf_config_path", "ignore_patterns", "language_model_only", "mm_encoder_only", "kv_cache_dtype"),
+    *("kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_gb", "offload_backend", "offload_group_size"),
+    *("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel"),
+)
 """Arguments of vLLM (serve.engine.extra) with which weights or KV cache take other memory than is counted here."""
+
+_IN_PLACE: Final = ("speculative_config", "spec_model", "enable_lora")
+"""Those with which there is no second set of weights (serve/vllm/standby_weights.py)."""
+
+_SHORT: Final = 8
+"""Responses may turn out to be so many times shorter than the greatest length."""
 
 _KV_CACHE: Final = "train.rollout.kv_cache_bytes"
 
@@ -56,7 +69,7 @@ def check_training(config: TrainConfig, policy: Path, machine: Machine, *, host:
     ``machine``: on a CPU, with as many devices as there are ranks in all pools, which share its memory. ``host``: the
     memory beside GPUs, for what is offloaded, bytes.
     """
-    return _planned(lambda: _training(config, policy, machine, host))
+    return planned(lambda: _training(config, policy, machine, host))
 
 
 def check_server(
@@ -66,14 +79,15 @@ def check_server(
 
     ``machine``: one device, of those that a replica is split over; a CPU's whole memory, which all ``replicas`` share.
     """
-    return _planned(lambda: _server(engine, swap, policy, machine, replicas))
+    return planned(lambda: _server(engine, swap, policy, machine, replicas))
 
 
-def _planned(check: Callable[[], Finding]) -> Finding:
+def planned(check: Callable[[], Finding]) -> Finding:
+    """What ``check`` finds; "unplanned", with the reason in a line, if it raises."""
     try:
         return check()
     except Exception as error:  # noqa: BLE001  whatever a model has in it: what can't be planned may work all the same
-        return Finding("unplanned", (str(error) or type(error).__name__).splitlines()[0])
+        return Finding("unplanned", (str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def _level(needed: int, room: int, most: float) -> Level:
@@ -97,30 +111,36 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
         started = config.model_copy(update={"rollout": config.rollout.model_copy(update={"kv_cache_bytes": size})})
     found = plan(started, models, machine, work)
 
-    def memory(phase: Phase) -> int:
+    def share(phase: Phase, whole: int) -> int:
         """A rank's."""
-        if machine.kind == "cuda":
-            return machine.memory
-        return machine.memory * machine.devices // config.ranks_of(phase.pool)
+        return whole if machine.kind == "cuda" else whole * machine.devices // config.ranks_of(phase.pool)
+
+    def refused(phase: Phase) -> bool:
+        return phase.bytes > FAR[machine.kind] * share(phase, machine.memory) + share(phase, machine.swap)
 
     kept = found.offloaded * config.ranks_of(config.placement.actor)
     if machine.kind == "cuda" and kept > host:
         text = f"train.fsdp.cpu_offload keeps {_size(kept)} in the host's memory, which is {_size(host)}"
-        return Finding(_level(kept, host, FAR["cpu"] * host), text, "train adapters (train.lora), or use more machines")
-    worst = max(found.phases, key=lambda phase: phase.bytes / memory(phase))
-    has = memory(worst)
+        less = "" if config.lora else "train adapters (train.lora), or "
+        return Finding(_level(kept, host, FAR["cpu"] * host), text, f"{less}use a machine with more memory")
+    worst = max(found.phases, key=lambda phase: phase.bytes / share(phase, machine.memory))
+    has = share(worst, machine.memory)
     usable = max(0, has - (machine.memory - machine.usable))
     what, most = max(worst.memory.items(), key=lambda item: item[1])
     text = (
         f"{worst.name} needs {_size(worst.bytes)} on each rank, of which {_size(most)} are {what}, and a "
         f"{'device' if machine.kind == 'cuda' else 'rank'} has {_size(has)}, of which {_size(usable)} can be filled"
     )
-    level = _level(worst.bytes, usable, FAR[machine.kind] * has)
+    level: Level = "refused" if refused(worst) else "tight" if worst.bytes > usable else "fits"
+    if level == "refused":
+        short = replace(work, response_tokens=-(-work.response_tokens // _SHORT))
+        if not any(map(refused, plan(started, models, machine, short).phases)):
+            level, text = "tight", f"{text}, if responses have train.rollout.max_tokens={work.response_tokens} tokens"
     if level == "fits":
         return Finding(level, text)
     if level == "tight":  # the search takes seconds, and this may well run
         return Finding(level, text, "`millrace plan` names settings that need less")
-    opened = _opened(config)
+    opened, machine = _opened(config), _as_wide_as_suits(config, machine)
     try:
         fitting = plan(opened, models, machine, work)  # with another KV cache alone
         if not fitting.fits:
@@ -128,13 +148,41 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
         if fitting.host_bytes > host:
             fitting = choose(_opened(config, offload=False), models, machine, work)
     except NothingFits as nothing:
-        return Finding(level, text, f"{nothing}: train adapters (train.lora), or use more or larger devices")
+        larger = "a machine with more memory" if machine.kind == "cpu" else "more or larger devices"
+        adapters = "train adapters (train.lora), or " if _adapters_fit(config, policy, machine, work) else ""
+        return Finding(level, text, f"{nothing}: {adapters}use {larger}")
     now = found.settings
     changed = {name: value for name, value in fitting.settings.items() if value != now[name]}
     if changed.get(_KV_CACHE, 0) > now.get(_KV_CACHE, 0):  # more is faster, and not what it lacks
         del changed[_KV_CACHE]
     shown = ", ".join(f"{name}={json.dumps(value)}" for name, value in changed.items())
     return Finding(level, text, f"these settings would fit: {shown}")
+
+
+def _as_wide_as_suits(config: TrainConfig, machine: Machine) -> Machine:
+    """With as many of its devices as train.ranks may be, which a step's responses and the ranks' groups bound."""
+    if len(config.placement.pools) > 1:
+        return machine
+    given = config.model_copy(update={"rollout": _unset(config.rollout, "tensor_parallel_size")})
+    values = given.model_dump(exclude_unset=True)
+    for devices in range(machine.devices, 1, -1):
+        with suppress(ValueError):
+            TrainConfig.model_validate(values | {"ranks": devices})
+            return replace(machine, devices=devices)
+    return replace(machine, devices=1)
+
+
+def _adapters_fit(config: TrainConfig, policy: Path, machine: Machine, work: Workload) -> bool:
+    from train.planner.model_shape import models_of, read_config
+
+    if config.lora is not None:
+        return False
+    adapted = config.model_copy(update={"lora": LoraConfig()})
+    with suppress(ValueError):
+        models = models_of(read_config(policy), adapted, machine.kind)
+        *_, least = candidates(_opened(adapted, offload=False), models, machine, work)  # of what is open, the least
+        return plan(least, models, machine, work).fits
+    return False
 
 
 def _opened(config: TrainConfig, *, offload: bool = True) -> TrainConfig:
@@ -173,15 +221,15 @@ def _server(engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machi
     within = f"{_size(room)}, serve.engine.gpu_memory_utilization={share:g} of the {of}" if by_share else f"the {of}"
     each = f"{replicas} times " if needed != weights + kv else ""
     text = f"{each}{_size(weights)} of weights and at least {_size(kv)} of KV cache, where there are {within}"
-    if (level := _level(needed, room, FAR[machine.kind] * room)) != "fits":
+    if (level := _level(needed, room, FAR[machine.kind] * room + machine.swap)) != "fits":
         remedies = [
-            "raise serve.engine.gpu_memory_utilization" if by_share and share < 0.95 else "",
+            "raise serve.engine.gpu_memory_utilization" if by_share and needed < machine.memory else "",
             "lower serve.engine.kv_cache_bytes or serve.engine.max_model_len" if kv > weights / 10 else "",
             f"split it over more devices than serve.engine.tensor_parallel_size={t}" if gpu else "",
             "lower serve.fleet.replicas" if each else "",
         ]
         return Finding(level, text, ", or ".join(filter(None, [*remedies, "serve a smaller model"])))
-    if swap.in_place or quantized or not (gpu or engine.enforce_eager):
+    if swap.in_place or quantized or not (gpu or engine.enforce_eager) or engine.extra.keys() & set(_IN_PLACE):
         return Finding("fits", f"{text}; a swap loads the next policy in place, while requests wait")
     second = int(_STANDBY_SLACK * weights) + swap.spare_bytes + (machine.reserved if gpu else 0)
     beside = machine.memory - (room if by_share else needed)
@@ -199,15 +247,27 @@ def _server(engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machi
 
 
 def _weights(policy: Path, setting: str) -> tuple[int, bool]:
-    """(bytes of all weights, whether they are quantized), by the files' headers. Raises PolicyError."""
+    """(bytes of all weights, whether they are quantized), by the headers of the files that vLLM loads.
+
+    That are all, but for those that the index does not name: Mistral's are there twice. Raises PolicyError.
+    """
     config: dict[str, Any] = json.loads((policy / "config.json").read_text())
-    tensors = [entry for path in policy.glob("*.safetensors") for entry in safetensors_header(path).values()]
+    files, index = set(policy.glob("*.safetensors")), policy / "model.safetensors.index.json"
+    if index.is_file():
+        files &= {policy / name for name in json.loads(index.read_text())["weight_map"].values()}
+    tensors = [entry for path in files for entry in safetensors_header(path).values()]
     if not tensors:
         raise ValueError(f"{policy} has no *.safetensors files here")
-    if config.get("quantization_config"):
-        return sum(end - begin for begin, end in (entry["data_offsets"] for entry in tensors)), True
-    itemsize = ITEMSIZE[compute_dtype(policy, setting)]
-    return itemsize * sum(math.prod(entry["shape"]) for entry in tensors), False
+    quantized = bool(config.get("quantization_config"))
+    itemsize = None if quantized else ITEMSIZE[compute_dtype(policy, setting)]
+
+    def size(entry: dict[str, Any]) -> int:
+        if itemsize is not None and entry["dtype"] in ("BF16", "F16", "F32", "F64"):
+            return itemsize * math.prod(entry["shape"])
+        begin, end = entry["data_offsets"]  # integers and 8-bit floats stay as they are
+        return int(end - begin)
+
+    return sum(map(size, tensors)), quantized
 
 
 def _size(count: int) -> str:

@@ -20,13 +20,13 @@ class MachineUnknown(ValueError):
 class Machine:
     """Devices of one kind; every rate is of one device, in a second.
 
-    ``memory``: bytes that a process finds. ``reserved``: of them, what the driver, its context and collectives take.
-    ``fragmentation``: share of a device's memory that its allocator can't hand out. ``flops``: of matrix products in
-    bfloat16, at the peak. ``bandwidth``: bytes of its memory. ``link``: bytes that it sends to others of its node;
-    ``network``: to other nodes; ``host``: to the host's memory; ``host_memory``: of the host's memory, its share.
-    ``flops_share``, ``bandwidth_share``, ``link_share``: of those peaks that is reached. ``float32_share``: of the
-    flops, in float32. ``layer_s``: the least that a decoder layer takes to generate a token, as its kernels are started
-    one by one.
+    ``memory``: bytes that a process finds; ``swap``: that a CPU's may be swapped to. ``reserved``: of memory, what the
+    driver, its context and collectives take. ``fragmentation``: share of a device's memory that its allocator can't
+    hand out. ``flops``: of matrix products in bfloat16, at the peak. ``bandwidth``: bytes of its memory. ``link``:
+    bytes that it sends to others of its node; ``network``: to other nodes; ``host``: to the host's memory;
+    ``host_memory``: of the host's memory, its share. ``flops_share``, ``bandwidth_share``, ``link_share``: of those
+    peaks that is reached. ``float32_share``: of the flops, in float32. ``layer_s``: the least that a decoder layer
+    takes to generate a token, as its kernels are started one by one.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Machine:
     float32_share: float = 0.5
     layer_s: float = 3e-4
     kind: str = "cuda"
+    swap: int = 0
 
     @property
     def usable(self) -> int:

@@ -57,7 +57,7 @@ def read_config(model: Path) -> PretrainedConfig:
     if not file.is_file():
         raise ModelNotPlanned(f"{model}: there is no {file}; name a model's folder, or its config.json")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(file)
+        config: PretrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)  # else it asks
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotPlanned(f"{model}: transformers can't read {file}: {error}") from error
     return config

@@ -105,7 +105,8 @@ class Batch:
     def scaled(self, factor: float) -> Batch:
         """With as many times the sequences."""
         rows, scored, keys = (round(factor * n) for n in (self.rows, self.scored, self.keys))
-        spans = tuple((max(1, round(factor * count)), length, prefix) for count, length, prefix in self.spans)
+        # Rounded down: they are whole, and must lie within the rows.
+        spans = tuple((max(1, int(factor * count + 1e-6)), length, prefix) for count, length, prefix in self.spans)
         return Batch(rows, scored, keys, spans)
 
 

@@ -53,12 +53,49 @@ def test_training_that_can_not_fit_is_refused_with_settings_that_do_fit(qwen: Pa
     assert found.found.startswith("actor update needs 1")
     assert "and a device has 78.8 GiB, of which 73.4 GiB can be filled" in found.found
     assert "train.fsdp.cpu_offload=true" in found.advice
+    assert training(qwen, parse_gpus("1x80GB"), **advised(found)).level == "fits"
+
+
+def advised(found: Finding) -> dict[str, Any]:
     settings: dict[str, Any] = {"fsdp": {}, "rollout": {}}
     for one in found.advice.removeprefix("these settings would fit: ").split(", "):
         name, _, value = one.removeprefix("train.").partition("=")
         section, _, field = name.rpartition(".")
         (settings[section] if section else settings)[field] = json.loads(value)
-    assert training(qwen, parse_gpus("1x80GB"), **settings).level == "fits"
+    return settings
+
+
+def test_settings_that_would_fit_are_accepted_where_a_step_has_responses_for_few_ranks(qwen: Path) -> None:
+    few = {"prompts_per_step": 1}, {"group_size": 4}
+    found = training(qwen, parse_gpus("8x80GB"), data=few[0], algorithm=few[1])
+    settings = advised(found)
+    assert (found.level, settings["ranks"]) == ("refused", 4)
+    assert training(qwen, parse_gpus("8x80GB"), data=few[0], algorithm=few[1], **settings).level == "fits"
+
+
+def test_adapters_are_not_advised_where_they_are_trained_already(qwen: Path) -> None:
+    settings: dict[str, Any] = {"lora": {}, "rollout": {"max_tokens": 8191}, "data": {"prompts_per_step": 1}}
+    found = training(qwen, cpu(12 * GIB), **settings)
+    assert (found.level, "train.lora" in found.advice) == ("refused", False)
+    assert found.advice.endswith("use a machine with more memory")
+
+
+def test_what_only_the_longest_responses_do_not_leave_room_for_may_start(qwen: Path) -> None:
+    long: dict[str, Any] = {"rollout": {"max_tokens": 32768}, "lora": {}, "dtype": "bfloat16"}
+    found = training(qwen, parse_gpus("1x80GB"), **long)
+    assert found.level == "tight"
+    assert found.found.endswith("if responses have train.rollout.max_tokens=32768 tokens")
+
+
+def test_what_swap_holds_is_not_refused(qwen: Path) -> None:
+    assert training(qwen, replace(cpu(16 * GIB, 2), swap=256 * GIB), ranks=2).level == "tight"
+    assert server(qwen, cpu(8 * GIB)).level == "refused"
+    assert server(qwen, replace(cpu(8 * GIB), swap=16 * GIB)).level == "tight"
+
+
+def test_a_capped_models_micro_batches_of_whole_sequences_are_planned(tmp_path: Path) -> None:
+    folder = policy("gemma-2-2b", tmp_path)  # whose attention is computed span by span
+    assert training(folder, cpu(1024 * GIB), algorithm={"name": "ppo"}).level == "fits"
 
 
 def test_what_comes_close_to_the_memory_may_start_with_a_warning(qwen: Path) -> None:
@@ -109,7 +146,12 @@ def test_settings_that_can_not_be_planned_pass_with_the_reason(settings: Any, wh
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [(None, "there is no"), ("{", "can't read"), ('{"model_type": "unheard_of"}', "`unheard_of`")],
+    [
+        (None, "there is no"),
+        ("{", "can't read"),
+        ('{"model_type": "unheard_of"}', "`unheard_of`"),
+        ('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}', "custom code"),
+    ],
 )
 def test_a_model_that_can_not_be_read_passes_with_the_reason_in_one_line(
     text: str | None, why: str, tmp_path: Path
@@ -160,3 +202,30 @@ def test_quantized_weights_count_as_they_are_stored_and_other_arguments_of_vllm_
     assert "14.2 GiB of weights" in server(folder, parse_gpus("1x80GB"), dtype="float32").found
     found = server(folder, parse_gpus("1x12GB"), extra={"cpu_offload_gb": 8})
     assert (found.level, found.found) == ("unplanned", "serve.engine.extra has cpu_offload_gb")
+
+
+def test_weights_that_the_index_does_not_name_are_not_counted(qwen: Path) -> None:
+    twice = qwen / "consolidated.safetensors"
+    index = qwen / "model.safetensors.index.json"
+    twice.hardlink_to(qwen / "model.safetensors")
+    index.write_text('{"weight_map": {"all": "model.safetensors"}}')
+    assert "14.2 GiB of weights" in server(qwen, parse_gpus("1x24GB")).found
+    twice.unlink()
+    index.unlink()
+
+
+def test_packed_weights_count_as_they_are_stored_whatever_names_them_quantized(tmp_path: Path) -> None:
+    folder = policy("Qwen2.5-7B", tmp_path)
+    file = folder / "model.safetensors"
+    header = json.dumps({"all": {"dtype": "U8", "shape": [GIB], "data_offsets": [0, GIB]}}).encode()
+    with file.open("wb") as out:
+        out.write(struct.pack("<Q", len(header)) + header)
+        out.truncate(8 + len(header) + GIB)
+    assert server(folder, parse_gpus("1x24GB")).found.startswith("1.0 GiB of weights")
+
+
+def test_an_engine_that_can_not_have_a_second_set_of_weights_needs_no_room_for_one(qwen: Path) -> None:
+    found = server(qwen, parse_gpus("1x80GB"), extra={"enable_lora": True})
+    assert (found.level, found.found.endswith("while requests wait")) == ("fits", True)
+    assert server(qwen, parse_gpus("1x12GB"), extra={"offload_group_size": 8}).level == "unplanned"
+    assert "gpu_memory_utilization" not in server(qwen, parse_gpus("1x12GB"), gpu_memory_utilization=0.5).advice
