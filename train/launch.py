@@ -37,10 +37,10 @@ from train.controller import torchrun
 from train.controller.dispatch import Layout
 from train.job import run
 from train.observe.progress import say
+from train.run.record import ERROR
 from train.workers.resident_pools import ResidentPools, stays
 from train.workers.role_groups import environment, sizes
 
-ERROR = "error.txt"
 _STOP_S, _FORK_S = 20.0, 10.0
 _TRIES = 3
 _ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -24,6 +24,20 @@ from feedback.schema import TABLES
 from serve.policies.store import PolicyStore
 from tests.paths import ROOT
 
+SFT_CONFIG: dict[str, Any] = {
+    "dtype": "float32",
+    "launcher": "torchrun",
+    "steps": 4,
+    "micro_batch_tokens": 64,
+    "algorithm": {"name": "sft"},
+    "measure_kl": False,
+    "data": {"prompts_per_step": 4, "min_prompts": 4, "held_out_share": 0},
+    "checkpoint": {"every_steps": 2, "asynchronous": False},
+    "start_timeout_s": 100,
+    "step_timeout_s": 60,
+}
+"""Of four steps on what people have written, with a checkpoint after the second, without Ray."""
+
 USERS_CODE = """
 import random
 from hashlib import sha256

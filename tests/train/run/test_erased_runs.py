@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_home import job_context, make_home, results_of, run_jobs
+from job_home import SFT_CONFIG, job_context, make_home, results_of, run_jobs
 
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
@@ -27,18 +27,6 @@ from train.run.unfinished import Stores, forget_erased, unfinished_runs
 
 HERE = ROOT / "tests" / "train"
 USERS = ("ann", "bob", "cyd", "dan")
-CONFIG: dict[str, Any] = {
-    "dtype": "float32",
-    "launcher": "torchrun",
-    "steps": 4,
-    "micro_batch_tokens": 64,
-    "algorithm": {"name": "sft"},
-    "measure_kl": False,
-    "data": {"prompts_per_step": 4, "min_prompts": 4, "held_out_share": 0},
-    "checkpoint": {"every_steps": 2, "asynchronous": False},
-    "start_timeout_s": 100,
-    "step_timeout_s": 60,
-}
 HOOKS = """
 import train.job
 from feedback.config import LakeConfig
@@ -118,7 +106,7 @@ def fill(lake: Lake) -> None:
 @pytest.fixture(scope="module")
 def results(home: Path) -> list[dict[str, Any]]:
     """What came of the jobs, one after the other in one process."""
-    jobs = [{"config": {**CONFIG, **config}, "context": context(home, name)} for name, config in JOBS]
+    jobs = [{"config": {**SFT_CONFIG, **config}, "context": context(home, name)} for name, config in JOBS]
     printed = run_jobs(home, jobs)
     print(printed)
     return results_of(printed)
@@ -199,7 +187,7 @@ def killed(home: Path, tmp_path: Path) -> tuple[JobContext, Lake]:
     changes = {"runs": tmp_path / "runs", "lake_uri": lake.uri}
     there = JobContext.model_validate({**context(home, "killed"), **changes})
     with only_run(there):
-        begun = begin(TrainConfig.model_validate(CONFIG), there, stores_of(there), lake)
+        begun = begin(TrainConfig.model_validate(SFT_CONFIG), there, stores_of(there), lake)
         keep_start(there, begun.start)
     for name in ("checkpoints/step-00000002", "checkpoints/.step-00000004.new", "candidate"):
         (there.folder / name).mkdir(parents=True)
@@ -234,7 +222,7 @@ def test_a_killed_run_whose_rows_were_erased_begins_anew(killed: tuple[JobContex
     progress = {"start": start, "step": 2, "data": "", "history": [], "random": {}, "dataflow": None}
     (there.folder / "checkpoints" / "step-00000002" / "driver.json").write_text(json.dumps(progress))
     with only_run(there):
-        begun = begin(TrainConfig.model_validate(CONFIG), there, stores_of(there), lake)
+        begun = begin(TrainConfig.model_validate(SFT_CONFIG), there, stores_of(there), lake)
     assert (begun.checkpoint, begun.progress) == (None, None)
     assert begun.start.lake_versions == lake.versions() != start["lake_versions"]
     assert list(there.folder.glob("checkpoints/*")) == []
@@ -251,7 +239,7 @@ def published_and_killed(tmp_path: Path, home: Path, kind: str) -> tuple[JobCont
     store.publish(home / "seed", parent=None, lineage={}, metrics={})
     folders = {"runs": tmp_path / "runs", "policies": store.root, "reward_models": tmp_path / "reward_models"}
     there = JobContext.model_validate({**context(home, "published"), **folders, "lake_uri": lake.uri})
-    config = TrainConfig.model_validate(CONFIG if kind == "policy" else {**CONFIG, "algorithm": REWARD_MODEL})
+    config = TrainConfig.model_validate(SFT_CONFIG if kind == "policy" else {**SFT_CONFIG, "algorithm": REWARD_MODEL})
     with only_run(there):
         start = begin(config, there, stores_of(there), lake).start
         keep_start(there, start)

@@ -22,7 +22,7 @@ from typing import Any
 
 import boto3
 import pytest
-from job_home import job_context, make_home, results_of, run_jobs
+from job_home import SFT_CONFIG, job_context, make_home, results_of, run_jobs
 
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
@@ -549,19 +549,7 @@ class Dying(Hook):
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 """
-CONFIG: dict[str, Any] = {
-    "dtype": "float32",
-    "launcher": "torchrun",
-    "steps": 4,
-    "micro_batch_tokens": 64,
-    "algorithm": {"name": "sft"},
-    "measure_kl": False,
-    "data": {"prompts_per_step": 4, "min_prompts": 4, "held_out_share": 0},
-    "checkpoint": {"every_steps": 2, "asynchronous": False},
-    "hooks": ["dying:Dying"],
-    "start_timeout_s": 100,
-    "step_timeout_s": 60,
-}
+CONFIG: dict[str, Any] = SFT_CONFIG | {"hooks": ["dying:Dying"]}
 
 
 def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_weights_of_one_that_was_left_alone(
