@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test test-cluster lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident bench-traffic bench-plan loadtest tour learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
+.PHONY: help setup demo test test-cluster lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-async bench-resident bench-traffic bench-plan bench-tp loadtest tour learn agent unit-tests simulate live-experiments thumbs crash-test fuzz chaos-train model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -80,8 +80,8 @@ bench-reshard: setup   ## measure how weights get from training to generation; t
 bench-train: setup     ## measure whole GRPO steps against TRL's; installs TRL in runs/trl; the last line is JSON
 	$(BIN)/python -m loadtests.bench_train $(ARGS)
 
-bench-overlap: setup   ## measure sampling ahead against waiting; the last line is JSON
-	$(BIN)/python -m loadtests.bench_overlap $(ARGS)
+bench-async: setup     ## measure responses that go on while training learns against waiting for them: about 10 minutes; the last line is JSON
+	$(BIN)/python -m loadtests.bench_async $(ARGS)
 
 bench-resident: setup  ## measure workers that stay between cycles over 50 of them; the last line is JSON
 	$(BIN)/python -m deploy.examples.bench.resident $(ARGS)
@@ -89,11 +89,20 @@ bench-resident: setup  ## measure workers that stay between cycles over 50 of th
 bench-traffic: setup   ## measure what a run's driver reads of a lake of 100M tokens, and its memory; the last line is JSON
 	$(BIN)/python -m loadtests.bench_traffic $(ARGS)
 
-bench-plan: setup      ## compare what a plan predicts with what training takes, in 20 configurations: about 10 minutes; the last line is JSON
+bench-tp: setup        ## measure training with tensor parallelism against FSDP alone, on two ranks; the last line is JSON
+	$(BIN)/python -m deploy.examples.bench.tensor_parallel $(ARGS)
+
+bench-plan: setup      ## compare what a plan predicts with what training takes, in 22 configurations: about 10 minutes; the last line is JSON
 	$(BIN)/python -m deploy.examples.bench.plan $(ARGS)
 
 learn: setup           ## prove that the algorithms learn: about 17 minutes; the last line is JSON
 	$(BIN)/python -m deploy.examples.learn $(ARGS)
+
+agent: setup           ## prove that GRPO learns to use a tool over two turns: about two minutes; the last line is JSON
+	$(BIN)/python -m deploy.examples.agent $(ARGS)
+
+unit-tests: setup      ## prove that GRPO learns to write code that passes unit tests: about five minutes; the last line is JSON
+	$(BIN)/python -m deploy.examples.agent --task code $(ARGS)
 
 simulate: setup        ## prove on generated worlds that sequential tests keep their error rates; the last line is JSON
 	$(BIN)/python -m deploy.examples.simulate $(ARGS)
@@ -113,13 +122,16 @@ CASES ?= 10000
 fuzz: setup            ## send a real server bad requests, and valid ones of all kinds; the last line is JSON
 	$(BIN)/python -m loadtests.fuzz --cases $(CASES) $(ARGS)
 
-# How many processes to kill: half of them of two real servers, half of them commands.
+# How many processes to kill; of crash-test half of them of two real servers, half of them commands.
 N ?= 20
 
 crash-test: setup      ## cut the power behind every I/O call, then kill N processes of real servers and commands; the last line is JSON
 	@command -v strace >/dev/null || { echo "error: strace is not on PATH; the power losses are replayed from its record (Debian: apt-get install strace)" >&2; exit 1; }
 	POWER_LOSS_EVERY=1 $(BIN)/python -m pytest -q -s tests/feedback/journal/test_power_loss.py
 	$(BIN)/python -m loadtests.crash --kills $(N)
+
+chaos-train: setup     ## kill or stop N processes of trainings at random moments: about 30 s each; the last line is JSON
+	$(BIN)/python -m loadtests.chaos_train --kills $(N) $(ARGS)
 
 model-shapes: setup    ## start models of usual shapes on default settings, and turn a short cycle; the last line is JSON
 	$(BIN)/python -m loadtests.model_shapes $(ARGS)

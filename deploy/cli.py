@@ -19,8 +19,8 @@ import click
 
 from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
-from deploy.supervise.children import Stopped
 from feedback.process_exit import end_process
+from feedback.process_signals import Stopped
 from feedback.user_code import search_last
 
 

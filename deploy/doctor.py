@@ -294,7 +294,7 @@ def _port(settings: Settings) -> Iterable[Check]:
 
 def _keys(settings: Settings) -> Iterable[Check]:
     from serve.middleware.api_keys import KeyFileError, read_keys
-    from serve.middleware.keyring import Keyring, NotLoopback
+    from serve.middleware.keyring import Keyring, NeedsKeys
 
     serving = settings.resolved().serve
     keyring = Keyring(serving)
@@ -307,7 +307,7 @@ def _keys(settings: Settings) -> Iterable[Check]:
     if keyring.off or not found:
         try:
             keyring.check_host(serving.host)
-        except NotLoopback as error:
+        except NeedsKeys as error:
             yield Check("keys", "bad", str(error), "the server does not start: make a key with `millrace keys create`")
             return
         off = "serve.auth is off: everybody who reaches the server may do everything"

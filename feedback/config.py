@@ -425,21 +425,12 @@ class RuleConfig(Section):
         return value
 
 
-class JudgeConfig(Section):
-    """The reward component `judge`: the score of another language model, by HTTP."""
+class ApiConfig(Section):
+    """An OpenAI-compatible API, and how it is asked."""
 
     url: Address = Field(description="Address of an OpenAI-compatible API, such as http://127.0.0.1:8001/v1.")
     model: str = Field(min_length=1, description="Name of the model there.")
-    rubric: str = Field(
-        min_length=1,
-        description="The question to the judge. {prompt}, {response} and {metadata.KEY} stand for the response's own.",
-    )
     api_key: Secret | None = Field(default=None, description="Bearer token for the API.")
-    weight: Weight = Field(default=1.0, description="Weight of the judge in the reward; 0 leaves it out.")
-    low: float = Field(default=0.0, description="The worst score, which becomes 0.")
-    high: float = Field(default=10.0, description="The best score, which becomes 1.")
-    max_tokens: int = Field(default=512, ge=1, description="Longest answer of the judge, in tokens.")
-    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Sampling temperature of the judge.")
     concurrency: int = Field(default=8, ge=1, le=1024, description="Most questions at once.")
     timeout_s: float = Field(default=60.0, gt=0, description="Longest wait for one answer, in seconds.")
     attempts: int = Field(default=4, ge=1, description="Attempts at a question in one run while it fails.")
@@ -452,16 +443,9 @@ class JudgeConfig(Section):
     deadline_s: float = Field(
         default=1800.0,
         gt=0,
-        description="Longest time that one scoring run, one step of training, or one evaluation may spend on the "
-        "judge, in seconds.",
+        description="Longest time that one scoring run, one step of training, or one evaluation may spend on it, in "
+        "seconds.",
     )
-    runs: int = Field(
-        default=3, ge=1, description="Scoring runs that ask for a response before its verdict is given up."
-    )
-    extra: dict[str, Any] = Field(
-        default_factory=dict, description="More fields of the request, or null for one that must not be sent."
-    )
-    cache: str = Field(default="judge", description="Folder where verdicts are kept, so that none is paid twice.")
 
     @field_validator("api_key")
     @classmethod
@@ -473,18 +457,39 @@ class JudgeConfig(Section):
             raise ValueError("a key is one word of printable ASCII characters, and this one is not: put the key alone")
         return SecretStr(key)
 
-    @model_validator(mode="after")
-    def _range(self) -> Self:
-        if not self.low < self.high or not math.isfinite(self.high - self.low):
-            raise ValueError(f"low ({self.low:g}) must be less than high ({self.high:g}), at a finite distance")
-        return self
-
     @field_validator("url")
     @classmethod
     def _is_http(cls, value: str) -> str:
         if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
             raise ValueError("the address of an API begins with http:// or https:// and a host")
         return value.rstrip("/")
+
+
+class JudgeConfig(ApiConfig):
+    """The reward component `judge`: the score of another language model, by HTTP."""
+
+    rubric: str = Field(
+        min_length=1,
+        description="The question to the judge. {prompt}, {response} and {metadata.KEY} stand for the response's own.",
+    )
+    weight: Weight = Field(default=1.0, description="Weight of the judge in the reward; 0 leaves it out.")
+    low: float = Field(default=0.0, description="The worst score, which becomes 0.")
+    high: float = Field(default=10.0, description="The best score, which becomes 1.")
+    max_tokens: int = Field(default=512, ge=1, description="Longest answer of the judge, in tokens.")
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Sampling temperature of the judge.")
+    runs: int = Field(
+        default=3, ge=1, description="Scoring runs that ask for a response before its verdict is given up."
+    )
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="More fields of the request, or null for one that must not be sent."
+    )
+    cache: str = Field(default="judge", description="Folder where verdicts are kept, so that none is paid twice.")
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if not self.low < self.high or not math.isfinite(self.high - self.low):
+            raise ValueError(f"low ({self.low:g}) must be less than high ({self.high:g}), at a finite distance")
+        return self
 
     @field_validator("rubric")
     @classmethod

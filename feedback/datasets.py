@@ -84,13 +84,27 @@ END
 """
 _LEARNABLE: Final = "status = 'complete' AND reward IS NOT NULL AND len(response_token_ids) > 0"
 _LOGGED_PROMPTS: Final = f"""
-SELECT response_id, created_at, prompt, messages, prompt_token_ids, sampling, metadata, reward::DOUBLE AS reward
-FROM interactions JOIN current_rewards USING (response_id)
+SELECT response_id, created_at, session_id, prompt, messages, prompt_token_ids, sampling, metadata,
+       reward::DOUBLE AS reward
+FROM interactions {{but}} JOIN current_rewards USING (response_id)
 WHERE {_LEARNABLE} AND {_UNFIT} IS NULL
 """
 _LEFT_OUT: Final = f"""
-SELECT {_UNFIT} AS reason, count(*) FROM interactions JOIN current_rewards USING (response_id)
+SELECT {_UNFIT} AS reason, count(*) FROM interactions {{but}} JOIN current_rewards USING (response_id)
 WHERE {_LEARNABLE} AND reason IS NOT NULL GROUP BY ALL
+"""
+_OF_SESSIONS: Final = """
+CREATE TEMP TABLE of_sessions AS
+SELECT response_id FROM interactions
+WHERE status = 'complete' AND session_id IS NOT NULL
+QUALIFY count(*) OVER (PARTITION BY tenant, "user", session_id) > 1
+"""
+_TURNS: Final = f"""
+SELECT response_id, created_at, tenant, "user", session_id, prompt, messages, prompt_token_ids, response,
+       response_token_ids, sampling, metadata, reward::DOUBLE AS reward, {_UNFIT} AS unfit
+FROM interactions SEMI JOIN of_sessions USING (response_id) LEFT JOIN current_rewards USING (response_id)
+WHERE status = 'complete' AND len(prompt_token_ids) > 0 AND len(response_token_ids) > 0
+ORDER BY tenant, "user", session_id, created_at, response_id
 """
 _BY_ID: Final = "SELECT {columns} FROM interactions SEMI JOIN wanted USING (response_id) WHERE status = 'complete'"
 
@@ -308,25 +322,61 @@ def logged_prompts(
     parent: int | None = None,
     max_staleness: int | None = None,
     longest: int | None = None,
+    sessions: bool = True,
 ) -> tuple[_T, dict[str, int]]:
     """What ``take`` makes of the logged responses with a reward, and how many others were left out, by reason.
 
-    It gets them in batches and in any order, without their tokens: response_id, created_at, prompt, messages,
-    prompt_token_ids, sampling, metadata, reward.
+    It gets them in batches and in any order, without their tokens: response_id, created_at, session_id, prompt,
+    messages, prompt_token_ids, sampling, metadata, reward.
 
     Args:
         parent: of a response's policies the one furthest from it may be ``max_staleness`` versions away.
         longest: tokens that prompt and response may have together.
+        sessions: False: without those that ``logged_turns`` gives.
     """
-    bounds = {"parent": parent, "staleness": None if parent is None else max_staleness, "longest": longest}
+    bounds = _bounds(parent, max_staleness, longest)
+    but = "" if sessions else "ANTI JOIN of_sessions USING (response_id)"
 
     def read(connection: duckdb.DuckDBPyConnection) -> tuple[_T, dict[str, int]]:
         # Hash the rewards and stream past them: by its estimates DuckDB would hash the responses, all that are read.
         connection.execute("SET disabled_optimizers = 'build_side_probe_side'")
-        left_out = dict(connection.execute(_LEFT_OUT, bounds).fetchall())
-        return take(connection.sql(_LOGGED_PROMPTS, params=bounds).to_arrow_reader(_BATCH_ROWS)), left_out
+        if not sessions:
+            connection.execute(_OF_SESSIONS)
+        left_out = dict(connection.execute(_LEFT_OUT.format(but=but), bounds).fetchall())
+        found = connection.sql(_LOGGED_PROMPTS.format(but=but), params=bounds)
+        return take(found.to_arrow_reader(_BATCH_ROWS)), left_out
 
     return _read(lake, versions, ("interactions", "rewards"), read)[0]
+
+
+def logged_turns(
+    lake: Lake,
+    take: Callable[[Iterable[pa.RecordBatch]], _T],
+    *,
+    versions: Mapping[str, int],
+    parent: int | None = None,
+    max_staleness: int | None = None,
+    longest: int | None = None,
+) -> _T:
+    """What ``take`` makes of the complete responses of sessions that have several, whether they have a reward or not.
+
+    It gets them in batches, session by session and in the order of time: response_id, created_at, tenant, user,
+    session_id, prompt, messages, prompt_token_ids, response, response_token_ids, sampling, metadata, reward, and in
+    ``unfit`` why ``logged_prompts`` would leave one out. A session is of one tenant and one user.
+    """
+    bounds = _bounds(parent, max_staleness, longest)
+
+    def read(connection: duckdb.DuckDBPyConnection) -> _T:
+        connection.execute("SET disabled_optimizers = 'build_side_probe_side'")
+        connection.execute(_OF_SESSIONS)
+        return take(connection.sql(_TURNS, params=bounds).to_arrow_reader(_BATCH_ROWS))
+
+    return _read(lake, versions, ("interactions", "rewards"), read)[0]
+
+
+def _bounds(parent: int | None, max_staleness: int | None, longest: int | None) -> dict[str, int | None]:
+    """The parameters of ``_UNFIT``."""
+    return {"parent": parent, "staleness": None if parent is None else max_staleness, "longest": longest}
 
 
 def logged_responses(

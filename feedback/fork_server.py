@@ -86,15 +86,21 @@ class ForkedProcess:
         self._connection, self._lock = connection, threading.RLock()  # a signal's handler may ask meanwhile
         self._server_died = False
         self._gone = pidfd  # readable when it has ended, whoever says so
+        self._gone_since: float | None = None
 
     def poll(self) -> int | None:
-        """The exit code, -n if signal n has ended it; None while it runs."""
+        """The exit code, -n if signal n has ended it; None while it runs.
+
+        It is that of SIGKILL where the server says nothing: it has ended, or is itself stopped.
+        """
         with self._lock:
             if self.returncode is None:
                 try:
                     message = self._connection.recv(_LONGEST)
                 except BlockingIOError:
-                    return None
+                    if not self._server_is_late():
+                        return None
+                    message = b""
                 except OSError:
                     message = b""
                 if not message and not select.select([self._gone], [], [], 0)[0]:
@@ -104,6 +110,13 @@ class ForkedProcess:
                 self._connection.close()
                 os.close(self._gone)
             return self.returncode
+
+    def _server_is_late(self) -> bool:
+        """Whether it has ended for a while, and its server has not said how."""
+        if not select.select([self._gone], [], [], 0)[0]:
+            return False
+        self._gone_since = self._gone_since or time.monotonic()
+        return time.monotonic() - self._gone_since > _ANSWER_S
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code. Raises subprocess.TimeoutExpired after so many seconds."""

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Final
 
+_AGAIN_S: Final = 0.02  # from a destructor that has dropped Stopped to the next try
 STOPPING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that request a process to stop."""
 
@@ -22,6 +25,54 @@ class StopSignal(SystemExit):
 
     It is a SystemExit, since a wait in Ray's native code is ended by no exception of our own.
     """
+
+
+class Stopped(StopSignal):
+    """Not an Exception, so that nothing but an end of the process catches it. ``code``: 128 and the signal's number."""
+
+    code: int
+
+    def __str__(self) -> str:
+        return signal.Signals(self.code - 128).name
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Raise Stopped in the main thread at the first SIGTERM, SIGINT or SIGHUP; further ones change nothing.
+
+    Where it comes while a destructor or a callback of the interpreter runs, Python drops it: it is raised once more.
+    """
+    stopped: Stopped | None = None
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        for each in before:
+            signal.signal(each, _do_nothing)  # Python reports one that is ignored before its handler has run
+        stopped = Stopped(128 + number)
+        raise stopped
+
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if stopped is None or what.exc_value is not stopped:
+            return hook(what)
+        signal.signal(stopped.code - 128, stop)
+        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), stopped.code - 128)).start()
+
+    before: dict[int, Any] = {number: signal.signal(number, stop) for number in STOPPING}
+    hook, sys.unraisablehook = sys.unraisablehook, dropped
+    try:
+        yield
+    except SystemExit:
+        if stopped is None:
+            raise
+        raise stopped from None  # Ray raises a plain one, whichever signal ended its wait
+    finally:
+        sys.unraisablehook = hook
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def handled_signals() -> frozenset[signal.Signals]:

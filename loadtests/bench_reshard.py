@@ -1,9 +1,9 @@
 """Resharding by plan against gathering whole tensors: ``make bench-reshard``.
 
-For each number of FSDP ranks and tensor-parallel ranks, torchrun starts that many processes of
-``python -m deploy.examples.bench.reshard`` over gloo, each with a rank of FSDP2 and one of vLLM, and a model of 25M
-parameters in bfloat16. There the two ways take turns. Bytes are the most that any rank receives, counted at the
-collectives.
+For each number of ranks, of those that share an engine and of those that share each layer in training, torchrun starts
+that many processes of ``python -m deploy.examples.bench.reshard`` over gloo, each with a rank of training and one of
+vLLM, and a model of 25M parameters in bfloat16. There the two ways take turns. Bytes are the most that any rank
+receives, counted at the collectives.
 
 ``received``, by plan; ``least``, what a rank must receive: (N - t)/(tN) of the tensors that are cut in t, (N - 1)/N of
 the replicated ones; ``excess``, the difference, over the bytes of all weights. ``over_gather``: what the plan moves
@@ -27,7 +27,21 @@ from typing import Any, Final
 
 from loadtests.tiny_model import make_model_folder
 
-CASES: Final = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
+CASES: Final = (
+    (2, 1, 1),
+    (2, 2, 1),
+    (4, 1, 1),
+    (4, 2, 1),
+    (4, 4, 1),
+    (2, 1, 2),
+    (2, 2, 2),
+    (4, 1, 2),
+    (4, 2, 2),
+    (4, 4, 2),
+    (4, 2, 4),
+)
+"""(ranks, tensor-parallel ranks of an engine, tensor-parallel ranks in training)"""
+
 BUCKET_BYTES: Final = 4 * 2**20
 TIMEOUT_S: Final = 600
 BARS: Final = {"excess": 0.02, "staging_bytes": BUCKET_BYTES}
@@ -49,11 +63,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_model_folder(Path(folder), 1, hidden=512, layers=8, heads=8, intermediate=1536)
         cases = []
-        for ranks, tp in CASES:
-            cases.append(run_case(model, ranks, tp, arguments.rounds))
+        for ranks, tp, training_tp in CASES:
+            cases.append(run_case(model, ranks, tp, training_tp, arguments.rounds))
             print(line(cases[-1]), flush=True)
     missed = [
-        f"N={case['n']}, t={case['tp']}: {name} {case[name]} over {bar}"
+        f"N={case['n']}, t={case['tp']}, training {case['training_tp']}: {name} {case[name]} over {bar}"
         for case in cases
         for name, bar in BARS.items()
         if case[name] > bar
@@ -65,10 +79,11 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def run_case(model: Path, ranks: int, tp: int, rounds: int) -> dict[str, Any]:
+def run_case(model: Path, ranks: int, tp: int, training_tp: int, rounds: int) -> dict[str, Any]:
     """One case's measurements. Raises RuntimeError with the processes' last words if they give none."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    options = ["--policy", str(model), "--tp", str(tp), "--rounds", str(rounds), "--bucket-bytes", str(BUCKET_BYTES)]
+    options = ["--policy", str(model), "--tp", str(tp), "--training-tp", str(training_tp), "--rounds", str(rounds)]
+    options += ["--bucket-bytes", str(BUCKET_BYTES)]
     done = subprocess.run(
         [*torchrun, "-m", "deploy.examples.bench.reshard", *options],
         env={**os.environ, **ENVIRONMENT},
@@ -88,7 +103,8 @@ def line(case: dict[str, Any]) -> str:
     moved = f"{case['received']:,} bytes, least {case['least']:,} (excess {case['excess']:.4f})"
     compared = f"{case['over_gather']:.3f} of gathering's, in {case['seconds_over_gather']:.2f} of its time"
     grown = f"{case['peak_extra_bytes']:,} bytes, gathering by {case['peak_extra_bytes_gather']:,}"
-    return f"N={case['n']} t={case['tp']}: a rank receives {moved}, {compared}; it grows by {grown}"
+    sizes = f"N={case['n']} t={case['tp']} training {case['training_tp']}"
+    return f"{sizes}: a rank receives {moved}, {compared}; it grows by {grown}"
 
 
 if __name__ == "__main__":

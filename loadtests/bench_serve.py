@@ -15,6 +15,8 @@ prompt is a new one.
 - ``front_end_on_over_off``: requests/s with an engine that answers at once, recording over dropping what it answers.
 - ``fleet_over_two``: requests/s of a fleet of two replicas over two single servers, to which the clients' connections
   are dealt in turn, as DNS or a router in the kernel does. No process stands before them, so this is the stricter way.
+- ``api_processes_over_one``, with ``--only api_processes`` alone: a server with several API processes over one with a
+  single one, requests/s, and processor time of all API processes and of the engine per request. It has no bar.
 
 The last line printed is one JSON object. ``bars`` has each bar: met or missed if the whole interval is on one side of
 it, else undecided.
@@ -57,7 +59,8 @@ FEW_SILENT = 5
 LEAST_PAIRS: Final = 3
 NARROW: Final = 0.04
 PARTS: Final = ("plain", "stream", "front_end", "fleet")
-SHARES: Final = {"plain": 4.0, "stream": 4.0, "front_end": 1.0, "fleet": 2.5}
+ON_REQUEST: Final = ("api_processes",)
+SHARES: Final = {"plain": 4.0, "stream": 4.0, "front_end": 1.0, "fleet": 2.5, "api_processes": 2.5}
 """Of the time."""
 
 AT_LEAST: Final = {
@@ -120,6 +123,32 @@ class Millrace(Target):
     def requests(self, clients: int, tokens: int, *, stream: bool, seed: int) -> list[Iterator[bytes]]:
         fields = {"max_tokens": tokens} | ({"stream": True} if stream else {})
         return [requests("/generate", fields, f"{seed}.{client}") for client in range(clients)]
+
+
+class Several(Millrace):
+    """Several API processes in front of one engine."""
+
+    name = "several"
+
+    def __init__(self, home: Path, model: Path, processes: int) -> None:
+        super().__init__(home / "several", model, "--serve.api_processes", str(processes))
+
+    def processor_seconds(self) -> dict[str, float]:
+        """As ``Target``'s; ``api``: of all that listen."""
+        root = psutil.Process(self.process.pid)
+        used = {"api": _processor_seconds(root), "engine": 0.0, "sealing": 0.0}
+        others = []
+        for child in root.children():
+            listens = any(
+                found.laddr.port == self.port for found in child.net_connections() if found.status == "LISTEN"
+            )
+            seconds = sum(map(_processor_seconds, [child, *child.children(recursive=True)]))
+            if listens:
+                used["api"] += seconds
+            else:
+                others.append(seconds)
+        others.sort(reverse=True)
+        return used | {"engine": sum(others[:1]), "sealing": sum(others[1:])}
 
 
 class Fleet(Millrace):
@@ -323,12 +352,18 @@ def figures_of(cells: Sequence[Cell]) -> dict[str, Ratio]:
         found["max_ratio_p99"] = worst(each("latency_p99", served), max)
     if streams:
         found["max_ratio_first_token_p99"] = worst(each("first_token_p99", streams), max)
+    for cell in cells:
+        if cell.part == "api_processes":
+            for name in ("rps", "api_cpu", "engine_cpu"):
+                found[f"api_processes_over_one.{name}"] = paired.mean([cell.ratios[name]])
     names = {"front_end": "front_end_on_over_off", "fleet": "fleet_over_two"}
     return found | {names[cell.part]: paired.mean([cell.ratios["rps"]]) for cell in cells if cell.part in names}
 
 
 def verdict(name: str, figure: Ratio) -> dict[str, Any]:
-    """A figure's bar, and what its interval says of it."""
+    """A figure's bar, if it has one, and what its interval says of it."""
+    if name not in AT_LEAST and name not in AT_MOST:
+        return {"interval": figure.interval()}
     relation, bar = ("at least", AT_LEAST[name]) if name in AT_LEAST else ("at most", AT_MOST[name])
     return {"bar": f"{relation} {bar:g}", "verdict": figure.judge(relation, bar), "interval": figure.interval()}
 
@@ -353,10 +388,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64], help="lengths of the responses")
     parser.add_argument("--seconds", type=float, default=2, help="length of a turn")
     parser.add_argument("--minutes", type=float, default=15, help="about how long all of it may take")
-    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="some parts of it")
+    parser.add_argument("--only", choices=PARTS + ON_REQUEST, nargs="+", default=PARTS, help="some parts of it")
+    parser.add_argument("--api-processes", type=int, default=2, help="of the server with several of them")
     options = parser.parse_args()
     most = max(options.clients)
-    grid = [(part, clients, tokens) for part in PARTS for tokens in options.tokens for clients in options.clients]
+    grid = [
+        (part, clients, tokens)
+        for part in PARTS + ON_REQUEST
+        for tokens in options.tokens
+        for clients in options.clients
+    ]
     cells = [
         Cell(part, clients, tokens)
         for part, clients, tokens in grid
@@ -365,11 +406,13 @@ def main() -> None:
     runs = Path("runs").absolute()
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=runs) as folder:
-        stopped_by = measure_all(cells, Path(folder), options.seconds, options.minutes * 60)
+        stopped_by = measure_all(cells, Path(folder), options.seconds, options.minutes * 60, options.api_processes)
     print(json.dumps(summary(cells, stopped_by)))
 
 
-def measure_all(cells: Sequence[Cell], home: Path, seconds: float, limit_s: float) -> dict[str, str]:
+def measure_all(
+    cells: Sequence[Cell], home: Path, seconds: float, limit_s: float, api_processes: int
+) -> dict[str, str]:
     """Start the servers of each group of cells and measure those; why each group ended, by its first part."""
     # Three million parameters, and no end-of-sequence token: every response is as long as it may be.
     model = make_model_folder(
@@ -380,6 +423,7 @@ def measure_all(cells: Sequence[Cell], home: Path, seconds: float, limit_s: floa
         (("plain", "stream"), [partial(Millrace, home, model), partial(Vllm, home, model)]),
         (("front_end",), [on, off]),
         (("fleet",), [partial(Fleet, home, model), partial(Two, home, model)]),
+        (("api_processes",), [partial(Several, home, model, api_processes), partial(Millrace, home, model)]),
     ]
     stopped_by = {}
     until = time.monotonic()

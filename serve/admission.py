@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import mmap
+from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
 from feedback.journal.writer import Journal
@@ -15,20 +17,55 @@ from serve.middleware.rate_limits import Limiter
 
 _RETRY_AFTER_S: Final = 5.0
 _NEARLY_FULL: Final = 0.8  # of the journal's queue: past it, new rows may find no room
+_COUNT_BYTES: Final = 8
+
+
+class ActiveRequests:
+    """How many requests are at work in each of a server's API processes, in memory that all of them see.
+
+    Each changes its own number alone, so there is no lock: of requests that come to several processes in the same
+    microseconds one more a process may be let in than the bound allows.
+    """
+
+    def __init__(self, counts: MutableSequence[int] | memoryview | None = None, own: int = 0) -> None:
+        """``counts``: by default of this process alone; ``own``: the place of this process among them."""
+        self._counts: MutableSequence[int] | memoryview = [0] if counts is None else counts
+        self._own = own
+
+    @classmethod
+    def in_file(cls, path: Path, processes: int, own: int) -> ActiveRequests:
+        """Those in a file's memory, which the first process creates. Raises OSError."""
+        if own == 0:
+            path.write_bytes(bytes(_COUNT_BYTES * processes))
+        with path.open("r+b") as file:
+            return cls(memoryview(mmap.mmap(file.fileno(), _COUNT_BYTES * processes)).cast("q"), own)
+
+    def add(self, change: int) -> None:
+        """Change this process's number."""
+        self._counts[self._own] += change
+
+    def total(self) -> int:
+        """The sum over all processes."""
+        return sum(self._counts)
 
 
 class Admission:
     """Counts the requests at work and refuses those that would be neither served nor recorded."""
 
     def __init__(
-        self, config: ServeConfig, engine: SamplingEngine, journal: Journal, unready: Callable[[], str | None]
+        self,
+        config: ServeConfig,
+        engine: SamplingEngine,
+        journal: Journal,
+        unready: Callable[[], str | None],
+        active: ActiveRequests | None = None,
     ) -> None:
-        """``unready``: why no request can be served, or None."""
+        """``unready``: why no request can be served, or None. ``active``: those of all API processes."""
         self._config = config
         self._engine = engine
         self._journal = journal
         self._unready = unready
-        self._active = 0
+        self._active = active or ActiveRequests()
 
     @contextmanager
     def admit(self) -> Iterator[None]:
@@ -36,19 +73,20 @@ class Admission:
         limits = self._config.limits
         if reason := self._unready():
             raise Problem(503, reason, retry_after=_RETRY_AFTER_S)
-        if self._active >= limits.concurrent_requests:
-            raise Problem(503, f"{self._active} requests are at work already", retry_after=1)
+        active = self._active.total()
+        if active >= limits.concurrent_requests:
+            raise Problem(503, f"{active} requests are at work already", retry_after=1)
         # vLLM reports its queue a few times a second. Requests since then are known here, though not their n.
-        waiting = max(self._engine.stats["waiting"], self._active - self._config.engine.max_num_seqs)
+        waiting = max(self._engine.stats["waiting"], active - self._config.engine.max_num_seqs)
         if waiting >= limits.waiting_responses:
             raise Problem(503, f"{waiting:g} responses wait for the engine already", retry_after=1)
         if self._journal.backlog >= _NEARLY_FULL:
             raise Problem(503, "the disk doesn't keep up: the journal's queue is nearly full", retry_after=1)
-        self._active += 1
+        self._active.add(1)
         try:
             yield
         finally:
-            self._active -= 1
+            self._active.add(-1)
 
 
 class TokenBudget:

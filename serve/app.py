@@ -21,21 +21,25 @@ from starlette.applications import Starlette
 
 from feedback.config import FeedbackConfig
 from feedback.files import LockTimeoutError, locked, make_folder
-from feedback.process_exit import skip_teardown
+from feedback.process_exit import end_process, end_with_parent, skip_teardown
 from feedback.process_signals import handled_by, handled_signals
 from serve import http
 from serve.api import admin, completions, documentation, experiments, feedback, generate
 from serve.api.fast_routes import Direct
 from serve.api.openapi import openapi
+from serve.api_processes.first import FurtherProcesses
+from serve.api_processes.forwarding import Forward
+from serve.api_processes.further import Beginning, FurtherProcess
+from serve.api_processes.process import CUT_OFF_S, ApiProcess
 from serve.config import ServeConfig
 from serve.middleware.authentication import Authenticator
 from serve.middleware.connections import BoundedHttp, bind
 from serve.middleware.keyring import CONSOLE
-from serve.middleware.request_context import RequestContext
+from serve.middleware.request_context import RESPONSES, RequestContext
 from serve.observability import log_format
 from serve.policies.records import now
 from serve.policies.store import Pointer
-from serve.runtime import CUT_OFF_S, Server, ServerDied
+from serve.runtime import Server, ServerDied
 from serve.swap.swapper import DesiredState
 
 log = logging.getLogger(__name__)
@@ -66,6 +70,7 @@ def create_app(
                 stack.push_async_callback(server.close)
                 if pages is not None:
                     await stack.enter_async_context(pages.router.lifespan_context(pages))
+                stack.push_async_callback(server.end_further)
                 yield
         except BaseException as error:  # whatever it is: uvicorn says no more than that there was something
             server.failure = server.failure or _failure(error)
@@ -82,17 +87,49 @@ def create_app(
     if pages is not None:
         app.mount(CONSOLE, pages)
     app.add_middleware(Direct, handlers={"/generate": generate.generate, "/feedback": feedback.feedback})
+    _add_context(app, server, authenticator)
+    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
+    if server.further is not None:
+        server.further.app = app
+    return app
+
+
+def create_further_app(process: FurtherProcess) -> FastAPI:
+    """The application of a further API process: it answers requests for responses, and hands on all others."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            await process.start()
+            try:
+                yield
+            finally:
+                await process.close()
+        except BaseException as error:
+            process.failure = process.failure or _failure(error)
+            raise
+
+    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.server = process
+    http.install(app)
+    for module in (generate, completions):
+        app.include_router(module.router)
+    app.add_middleware(Direct, handlers={"/generate": generate.generate})
+    _add_context(app, process, Authenticator(process.keyring, process.config, process.refusals))
+    app.add_middleware(Forward, own=RESPONSES, requests=process.forwarded)
+    return app
+
+
+def _add_context(app: FastAPI, process: ApiProcess, authenticator: Authenticator) -> None:
     app.add_middleware(
         RequestContext,
         authenticator=authenticator,
-        limiter=server.limiter,
-        metrics=server.metrics,
+        limiter=process.limiter,
+        metrics=process.metrics,
         routes=app.routes,
-        access_log=config.access_log,
-        tracing=server.tracing,
+        access_log=process.config.access_log,
+        tracing=process.tracing,
     )
-    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
-    return app
 
 
 def _failure(error: BaseException) -> Exception:
@@ -112,7 +149,7 @@ def run(
     """Serve until SIGTERM or SIGINT, then finish what is at work and stop everything. ``server``: instead of a new one.
 
     Raises what kept the server from starting (PolicyError, EngineError, LakeError, KeyFileError …), OSError if the port
-    is taken, NameTaken if a server of this name runs in this home, NotLoopback where others reach it and no key is
+    is taken, NameTaken if a server of this name runs in this home, NeedsKeys where others reach it and no key is
     needed, ServerDied if the engine died, and whatever kept it from ending in order.
     """
     log_format.configure(config.log_format)
@@ -139,8 +176,13 @@ def _held_name(config: ServeConfig) -> Iterator[None]:
 
 
 def _run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | None, console: Console | None) -> None:
-    listener = bind(config.host, config.port)  # before the engine takes its seconds
-    server = server or Server(config, feedback_config)
+    several = server is None and config.api_processes > 1
+    listener = bind(config.host, config.port, "begin" if several else "no")  # before the engine takes its seconds
+    if server is None:
+        further = None
+        if several:
+            further = FurtherProcesses(config, feedback_config, listener.getsockname()[1], run_further)
+        server = Server(config, feedback_config, further=further)
     app = create_app(config, feedback_config, server=server, console=console)
     stopping: list[int] = []
     try:
@@ -151,36 +193,14 @@ def _run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | 
         with handled_by(lambda number, _: stopping.append(number), handled_signals()):
             server.prepare(lambda: bool(stopping))
     except BaseException:
-        listener.close()
+        _discard(server, listener)
         raise
     if stopping:
-        listener.close()
+        _discard(server, listener)
         skip_teardown("vLLM's imports may still run")
         return
-    uvicorn_server = _Uvicorn(
-        server,
-        uvicorn.Config(
-            app,
-            loop="uvloop",
-            http=BoundedHttp,
-            ws="none",  # there is no route for it, and its own protocol would have no bounds
-            access_log=False,  # serve.middleware.request_context has a better one
-            log_config=None,
-            server_header=False,
-            forwarded_allow_ips=config.proxies,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(config.drain_timeout_s) + CUT_OFF_S,
-        ),
-    )
-    # A failed start is raised below; uvicorn would print its traceback before that.
-    logging.getLogger("uvicorn.error").addFilter(lambda record: not record.getMessage().startswith("Traceback"))
-    try:
-        uvicorn_server.run(sockets=[listener])
-    except SystemExit:  # uvicorn's way to tell of a failed start
-        if server.failure is None:
-            raise
-    finally:
-        listener.close()
+    uvicorn_server = _Uvicorn(server, app)
+    _serve(uvicorn_server, server, listener)
     # All is written and sealed by now. Taking vLLM down takes seconds on a busy machine, and changes nothing.
     skip_teardown("the server has ended in order")
     if uvicorn_server.stopped_early:
@@ -189,12 +209,45 @@ def _run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | 
         raise server.failure
 
 
+def _discard(server: Server, listener: socket.socket) -> None:
+    listener.close()
+    if server.further is not None:
+        server.further.discard()
+
+
+def _serve(uvicorn_server: _Uvicorn, process: ApiProcess, listener: socket.socket) -> None:
+    """Serve until the end; what it failed by is the process's ``failure``."""
+    # A failed start is raised by the caller; uvicorn would print its traceback before that.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not record.getMessage().startswith("Traceback"))
+    try:
+        uvicorn_server.run(sockets=[listener])
+    except SystemExit:  # uvicorn's way to tell of a failed start
+        if process.failure is None:
+            raise
+    finally:
+        listener.close()
+
+
+def run_further(beginning: Beginning) -> None:
+    """A further API process, from its start to its end."""
+    end_with_parent(beginning.parent)
+    config = beginning.config
+    log_format.configure(config.log_format)
+    process = FurtherProcess(beginning)
+    _serve(_Uvicorn(process, create_further_app(process)), process, bind(config.host, beginning.port, "join"))
+    if process.failure is not None:
+        log.error("an API process ends: %s", process.failure)
+    skip_teardown("all that was recorded is written")
+    end_process(0 if process.failure is None else 1)
+
+
 def run_policy(config: ServeConfig, feedback_config: FeedbackConfig, version: int) -> None:
     """Serve one policy, whatever the store's pointer says, as ``run`` does; nothing of it is recorded.
 
     For evaluation: no experiment reaches it, and that it serves is not put on record. Journal and lake, which stay
     empty, are in a temporary folder. Raises PolicyError too, if there is no such policy.
     """
+    config = config.model_copy(update={"api_processes": 1})
     pointer = Pointer(version, None, now(), config.replica_name, "evaluation", None, generation=1)
     with tempfile.TemporaryDirectory(prefix="millrace-serve-") as folder:
         journal = feedback_config.journal.model_copy(update={"folder": f"{folder}/journal"})
@@ -207,8 +260,22 @@ def run_policy(config: ServeConfig, feedback_config: FeedbackConfig, version: in
 class _Uvicorn(uvicorn.Server):
     """uvicorn that drains: at a signal it finishes the requests at work, within bounds, and returns normally."""
 
-    def __init__(self, server: Server, config: uvicorn.Config) -> None:
-        super().__init__(config)
+    def __init__(self, server: ApiProcess, app: FastAPI) -> None:
+        config = server.config
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http=BoundedHttp.believing(server.config.sso),
+                ws="none",  # there is no route for it, and its own protocol would have no bounds
+                access_log=False,  # serve.middleware.request_context has a better one
+                log_config=None,
+                server_header=False,
+                forwarded_allow_ips=config.proxies,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=int(config.drain_timeout_s) + CUT_OFF_S,
+            )
+        )
         self._server = server
         self.stopped_early = False
         """A signal came before the server was ready; what then kept it from starting is no failure."""
@@ -232,6 +299,12 @@ class _Uvicorn(uvicorn.Server):
         """As uvicorn's, but without raising the signal again at the end, which would kill what still cleans up."""
         with handled_by(self.handle_exit, handled_signals()):
             yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; the process then knows that requests come."""
+        await super().startup(sockets)
+        if self.started:
+            self._server.on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing more, let requests end, cut off those that take too long (their rows say aborted)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -126,6 +126,38 @@ def _network(value: str) -> str:
 ProxyAddress = Annotated[str, AfterValidator(_network)]
 
 
+_NOT_FOR_USERS: Final = frozenset(
+    {"authorization", "connection", "content-length", "content-type", "cookie", "host", "origin", "transfer-encoding"}
+    | {"referer", "sec-fetch-site", "user-agent", "x-api-key", "x-csrf-token", "x-forwarded-for", "x-forwarded-proto"}
+)
+
+
+class SsoConfig(Section):
+    """Single sign-on to the console, by a proxy that authenticates people."""
+
+    header: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9-]{1,64}$",
+        description="Header in which such a proxy says who makes a request, such as X-Forwarded-User; none: no single "
+        "sign-on. A user gets in who is named by a key (`millrace keys create --sso USER`), and may do what it may.",
+    )
+    proxies: list[ProxyAddress] = Field(
+        default_factory=list,
+        description="Addresses or networks of the proxies whose header is believed; they must remove it from what they "
+        "are sent. From all others, this server removes it.",
+    )
+
+    @model_validator(mode="after")
+    def _is_from_somewhere(self) -> Self:
+        if (self.header is None) != (not self.proxies):
+            raise ValueError("header and proxies go together: which header is believed, and of whom")
+        if self.header is not None and self.header.lower() in _NOT_FOR_USERS:
+            raise ValueError(f"header {self.header!r} is one that requests have anyway")
+        if everybody := [one for one in self.proxies if ipaddress.ip_network(one).prefixlen == 0]:
+            raise ValueError(f"proxies: {everybody[0]} is everybody, who could each say to be anybody")
+        return self
+
+
 class LimitsConfig(Section):
     """What one request may ask for."""
 
@@ -142,7 +174,10 @@ class LimitsConfig(Section):
     default_max_tokens: int = Field(256, ge=1, description="Tokens of a response when the request doesn't say.")
     metadata_entries: int = Field(64, ge=0, description="Most metadata entries of a request.")
     concurrent_requests: int = Field(
-        1024, ge=1, description="Requests at work at the same time; further ones get 503 with Retry-After."
+        1024,
+        ge=1,
+        description="Requests at work at the same time; further ones get 503 with Retry-After. With several "
+        "api_processes, one fewer than there are of them may be let in beyond that.",
     )
     waiting_responses: int = Field(
         1024, ge=1, description="Responses that may wait for the engine; further requests get 503 with Retry-After."
@@ -161,7 +196,8 @@ class LimitsConfig(Section):
         60,
         gt=0,
         description="Keys and logins that are not good, from one address, that are answered with 401 in a minute; "
-        "further ones get 429 with Retry-After. A good key is always let in.",
+        "further ones get 429 with Retry-After. A good key is always let in. Each of several api_processes counts its "
+        "own.",
     )
     burst_seconds: float = Field(
         60, gt=0, description="What a key earns in this long it may use at once, after it has asked for nothing."
@@ -338,11 +374,22 @@ class TracesConfig(Section):
     timeout_s: float = Field(10, gt=0, le=60, description="An export may take this long (seconds).")
 
 
+_LONGEST_NAME: Final = 64 - len("-api-63")  # a journal's writer has 64 characters
+
+
 class ServeConfig(Section):
     """The server."""
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
+    api_processes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="How many processes read requests and write answers and rows, in front of one engine; more than "
+        "one where a single one is what the server is limited by, as with a small model on a GPU. Feedback, the "
+        "console and the policy are the first one's.",
+    )
     allowed_hosts: list[str] = Field(
         default_factory=list,
         description="Names that requests may ask for (their Host header) where no key is needed, beside localhost, "
@@ -353,6 +400,7 @@ class ServeConfig(Section):
         description="Addresses or networks of the proxies before the server. Only of theirs is X-Forwarded-For taken "
         "for where a request comes from: in the audit log, the access log, and where keys are slowed down.",
     )
+    sso: SsoConfig = Field(default_factory=SsoConfig)
     plan: MemoryCheck = Field(
         "refuse",
         description="What is done before the start where weights and KV cache are planned not to fit. refuse: end with "
@@ -402,3 +450,35 @@ class ServeConfig(Section):
     )
     traces: TracesConfig = Field(default_factory=TracesConfig, description="OpenTelemetry's traces.")
     openai: OpenAIConfig = Field(default_factory=OpenAIConfig, description="The routes below /v1.")
+
+    def with_replicas(self, replicas: int) -> ServeConfig:
+        """These settings with another number of replicas. Raises ValueError if that can't be."""
+        fleet = FleetConfig(**self.fleet.model_dump() | {"replicas": replicas})
+        made = self.model_copy(update={"fleet": fleet})
+        made.require_one_engine()
+        return made
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Self:
+        self.require_one_engine()
+        return self
+
+    def require_one_engine(self) -> None:
+        """Raises ValueError for several API processes before anything else than one engine."""
+        if self.api_processes == 1:
+            return
+        if not self.fleet.is_one:
+            raise ValueError(
+                f"api_processes={self.api_processes} are for one server, and fleet has {self.fleet.replicas} replicas, "
+                "of which each has one: leave api_processes out, or have one replica and no fleet.ray_address"
+            )
+        if several := sorted(name for name in self.engine.extra if name.startswith("data_parallel")):
+            raise ValueError(
+                f"api_processes={self.api_processes} share one engine, and engine.extra.{several[0]} is for several: "
+                "leave one of them out"
+            )
+        if len(self.replica_name) > _LONGEST_NAME:
+            raise ValueError(
+                f"replica_name={self.replica_name} is too long with api_processes={self.api_processes}, whose journals "
+                f"are named after it: at most {_LONGEST_NAME} characters"
+            )

@@ -152,6 +152,13 @@ def full_context(config: dict[str, Any]) -> int | None:
     return None
 
 
+def token_bytes(policy: Path, dtype: str) -> int | None:
+    """Bytes that a token of the policy in a folder takes in a KV cache; None for models whose caches are of another
+    kind. ``dtype``: the engine's setting."""
+    config = json.loads((policy / "config.json").read_text())
+    return _bytes_per_token(config, _BYTES[compute_dtype(policy, dtype)], 1)
+
+
 def machine_memory() -> int:
     """Bytes of memory of this machine, or of its container if that has less."""
     limit = container_memory()

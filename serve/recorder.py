@@ -41,13 +41,13 @@ class Recorder:
     def __init__(
         self,
         journal: Journal,
-        ledger: SeenFeedback,
+        ledger: SeenFeedback | None,
         metrics: Metrics,
         redaction: Redaction | None = None,
         tracing: Tracing | None = None,
         model: str = "",
     ) -> None:
-        """``model``: its name in traces."""
+        """``ledger``: None where no feedback is recorded. ``model``: its name in traces."""
         self.tasks: set[asyncio.Task[Any]] = set()
         """Tasks that may outlive the request that started them; the journal is closed after them."""
         self._journal = journal
@@ -115,7 +115,7 @@ class Recorder:
         with _problems():
             if self._redaction is not None:
                 row = await self._redaction.feedback(row)
-            return await self._ledger.record(row, self._journal, generated_id=generated_id)
+            return await self._seen.record(row, self._journal, generated_id=generated_id)
 
     async def record_session_feedback(
         self, row: dict[str, Any], response_ids: list[str], *, generated_id: bool
@@ -128,7 +128,7 @@ class Recorder:
             with _problems():
                 kept = row if self._redaction is None else await self._redaction.feedback(row)
                 verdicts = {
-                    self._ledger.check(session_rows(kept, response_ids[:last])[-1])
+                    self._seen.check(session_rows(kept, response_ids[:last])[-1])
                     for last in range(len(response_ids), 0, -1)
                 }
             if "new" not in verdicts:
@@ -136,6 +136,11 @@ class Recorder:
         *earlier, last_row = session_rows(row, response_ids)
         await gather_all(*(self.record_feedback(other, generated_id=generated_id) for other in earlier))
         return await self.record_feedback(last_row, generated_id=generated_id)
+
+    @property
+    def _seen(self) -> SeenFeedback:
+        assert self._ledger is not None, "feedback is recorded by the first API process"
+        return self._ledger
 
     def count(self, rows: list[dict[str, Any]], *, count_prompt: bool = True, sampled_at: int | None = None) -> None:
         """Count the rows of responses to one prompt in the metrics, and trace them.

@@ -21,6 +21,10 @@ RUN_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 """It is a folder's name, and not a path out of ``runs``."""
 
 
+RESULT: Final = "result.json"
+"""In a run's folder, what came of it."""
+
+
 class TrainingStopped(RuntimeError):
     """Training ended early for its health; nothing was published."""
 
@@ -67,7 +71,8 @@ class JobResult(BaseModel):
 
     ``reward_model``: the version of one that was trained in place of a policy, in its store. ``stopped``: the run was
     ended for its health; if it was not and has neither, there was nothing to learn from. ``work``: seconds of what its
-    steps did and of ``publish``, by part, and of no start or wait.
+    steps did and of ``publish``, by part, and of no start or wait. ``restarts``: how often it was started again
+    by itself.
     """
 
     run: str
@@ -80,6 +85,7 @@ class JobResult(BaseModel):
     metrics: dict[str, float]
     seconds: float
     work: dict[str, float] = {}
+    restarts: int = 0
 
     @classmethod
     def of_published(cls, published: Policy, trains_policy: bool, **run: Any) -> JobResult:
@@ -99,10 +105,15 @@ JUDGE_KEY: Final = "MILLRACE__FEEDBACK__SCORING__JUDGE__API_KEY"
 """The variable by which a job has the judge's key, which no file of a run has."""
 
 
-def judge_key(context: JobContext) -> dict[str, str]:
-    """What a job has in its environment; nothing if its judge has no key."""
+TEACHER_KEY: Final = "MILLRACE__TRAIN__ALGORITHM__TEACHER__API_KEY"
+"""Likewise, the teacher's."""
+
+
+def api_keys(config: TrainConfig, context: JobContext) -> dict[str, str]:
+    """What a job has in its environment: the keys of its judge and its teacher, where they have one."""
     judge = context.reward.judge if isinstance(context.reward, ScoringConfig) else None
-    return {} if judge is None or judge.api_key is None else {JUDGE_KEY: judge.api_key.get_secret_value()}
+    apis = {JUDGE_KEY: judge, TEACHER_KEY: config.algorithm.teacher}
+    return {name: api.api_key.get_secret_value() for name, api in apis.items() if api and api.api_key}
 
 
 def with_judge_key(context: JobContext, key: str | None) -> JobContext:
@@ -113,9 +124,17 @@ def with_judge_key(context: JobContext, key: str | None) -> JobContext:
     return context.model_copy(update={"reward": context.reward.model_copy(update={"judge": judge})})
 
 
+def with_teacher_key(config: TrainConfig, key: str | None) -> TrainConfig:
+    """The same with another key of its teacher, if it has one."""
+    if config.algorithm.teacher is None:
+        return config
+    teacher = config.algorithm.teacher.model_copy(update={"api_key": None if key is None else SecretStr(key)})
+    return config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"teacher": teacher})})
+
+
 def write_job(config: TrainConfig, context: JobContext) -> Path:
     """The file of a job, in its folder. It has the lake's credentials in clear, so only its user may read it."""
-    parts = {"config": config, "context": with_judge_key(context, None)}
+    parts = {"config": with_teacher_key(config, None), "context": with_judge_key(context, None)}
     spec = context.folder / "job.json"
     with open(spec, "w", opener=private) as file:
         json.dump({name: part.model_dump(mode="json", context=IN_CLEAR) for name, part in parts.items()}, file)

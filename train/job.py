@@ -14,21 +14,21 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 
-from feedback.config import ScoringConfig
 from feedback.files import replace_file
 from feedback.lake.tables import Lake, LakeError
 from serve.policies.open_store import open_store
 from serve.policies.store import Policy, PolicyStore
 from serve.vllm import compat
-from train import algorithms, dataflows
+from train import algorithms, dataflows, environments
 from train.checkpoint.folders import CheckpointError
 from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
 from train.config.context_length import rollout_cache, with_context
 from train.config.training import TrainConfig
-from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
+from train.context import RESULT, JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
+from train.controller.heartbeat import note_step
 from train.controller.worker_group import Pool
 from train.data.feedback_items import OfflineData
-from train.data.rewards import Reward, RewardFunction, logged_responses, try_reward
+from train.data.rewards import Reward, RewardFunction, logged_responses, rewarded_by, try_reward
 from train.dataflows.base import Data, Dataflow, Run
 from train.observe.health import check_health
 from train.observe.hooks import RunInfo
@@ -40,6 +40,7 @@ from train.run.checkpoints import Checkpoints
 from train.run.erasures import Erasures
 from train.run.publish import publish
 from train.run.record import keep_data
+from train.run.restarts import note_ranks, read_restarts
 from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run
 from train.run.reward_model import keep, publish_reward_model
 from train.run.shared_run import SharedRun, shared_run
@@ -48,8 +49,6 @@ from train.workers.resident_pools import ResidentPools
 from train.workers.role_groups import start_groups
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
-
-RESULT = "result.json"
 
 
 def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None = None) -> JobResult:
@@ -73,6 +72,7 @@ def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None
     compat.require()
     with only_run(context), shared_run(config.run_store, context) as shared:
         result = _run(config, context, shared, resident)
+        result = result.model_copy(update={"restarts": len(read_restarts(context.folder))})
         replace_file(context.folder / RESULT, result.model_dump_json(indent=2).encode())
     return result
 
@@ -83,10 +83,13 @@ def _run(
     with ExitStack() as held:
         stores = Stores(open_store(context.policies, context.policy_store), PolicyStore(context.reward_models))
         lake = Lake(context.lake_uri, context.lake)
-        reward = None
-        if config.samples:
-            reward = Reward(context.reward if context.reward is not None else ScoringConfig(), config.step_timeout_s)
-        begun = begin(config, context, stores, lake, None if reward is None else reward.scorer)
+        reward, scorer = None, None
+        if config.environment is not None:
+            scorer = environments.check(config.environment)
+        elif config.samples:
+            reward = Reward(rewarded_by(config, context.reward), config.step_timeout_s)
+            scorer = reward.scorer
+        begun = begin(config, context, stores, lake, scorer)
         if begun.finished is not None:
             say(f"{context.run}: was finished before, it published {begun.finished.published}")
             if begun.finished.reward_model is not None:
@@ -149,12 +152,16 @@ def train(
     say(f"{context.run}: starting the workers")
     parent, progress = begun.parent, begun.progress
     first = progress.step if progress else 0
+    restarts = len(read_restarts(context.folder))
     info = RunInfo(context.run, context.folder, parent.version, first, config.steps, config, tuple(history))
 
     with (
         Watchers(info) as watchers,
-        start_groups(config, parent.path, seed=seed, reward=reward, trial=trial, pools=pools) as groups,
+        start_groups(
+            config, parent.path, seed=seed, reward=reward, trial=trial, pools=pools, folder=context.folder
+        ) as groups,
         StepProgress(context.run, first, config.steps) as shown,
+        ExitStack() as beside,
     ):
         timer = StepTimer()
         best = BestWeights(config, context.folder, groups.actor)
@@ -167,7 +174,8 @@ def train(
                 shared.upload_soon()
 
         checkpoints = Checkpoints(config.checkpoint, context, groups.trained, on_saved)
-        flow = dataflow(Run(config, context, groups, data, seed, timer))
+        flow = dataflow(Run(config, context, groups, data, seed, timer, watchers.evaluation))
+        beside.callback(flow.close)
         if begun.checkpoint is not None and progress is not None:
             for part, group in groups.trained.items():
                 group.load_checkpoint(begun.checkpoint, part=part)
@@ -179,12 +187,17 @@ def train(
         resources = ResourceMonitor(config, context.folder, parent.path, groups.by_pool(config.placement), groups.actor)
         say(f"{context.run}: {resources.begin()}")
         watchers.start()
+        note_step(first)
+        note_ranks(context.folder, sum(config.ranks_of(name) for name in config.placement.pools))
         for step in range(first, config.steps):
             timer.start()
             metrics = flow.step(step)
             metrics |= timer.metrics(metrics["tokens"]) | resources.step()
+            if restarts:
+                metrics["restarts"] = float(restarts)
             history.append(metrics)
             watchers.step(step, metrics)
+            note_step(step + 1)
             shown.step(step, metrics)
             check_health(config, history)
             best.look(history)
@@ -277,7 +290,7 @@ def on_logged_responses(
         return
     say(f"{context.run}: trying the reward on {len(rows)} logged responses")
     per_token = algorithms.load(config.algorithm).takes_token_rewards
-    found = try_reward(reward, context.reward or ScoringConfig(), rows, per_token=per_token)
+    found = try_reward(reward, rewarded_by(config, context.reward), rows, per_token=per_token)
     say(f"{context.run}: {found}")
 
 

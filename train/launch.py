@@ -1,8 +1,9 @@
-"""Where a training job runs: over a Ray of its own in this process or in resident workers, as a job on a cluster, or
+"""Where a training job runs: in a process with a Ray of its own or in resident workers, as a job on a cluster, or
 under torchrun.
 
-``python -m train.launch SPEC.json`` is what a cluster runs, in a Ray that is there. With ``--launcher torchrun`` it
-needs no Ray: as it is for one rank, under ``torchrun --nproc-per-node N -m train.launch …`` for several.
+``python -m train.launch SPEC.json`` is what a cluster runs, in a Ray that is there; with ``--own-ray`` it starts one.
+With ``--launcher torchrun`` it needs no Ray: as it is for one rank, under ``torchrun --nproc-per-node N -m train.launch
+…`` for several.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +19,8 @@ import tempfile
 import time
 import traceback
 import uuid
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -26,58 +29,76 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from feedback.fork_server import PARENT, fork
-from feedback.process_exit import SIGNALLED, end_process, skip_teardown, teardown_is_skipped
+from feedback.fork_server import PARENT, ForkedProcess, fork
+from feedback.process_exit import end_process, skip_teardown, teardown_is_skipped
+from feedback.process_signals import Stopped, stop_on_signals
 from feedback.resident_socket import GONE_S, ask, connect, hang_up, wait_until_gone
 from feedback.user_code import search_last, search_path
 from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
+from serve.local_ray.reaper import end_marked
+from train.cluster_job import Cluster
 from train.config.training import TrainConfig
-from train.context import JUDGE_KEY, JobContext, JobResult, judge_key, with_judge_key, write_job
+from train.context import (
+    JUDGE_KEY,
+    TEACHER_KEY,
+    JobContext,
+    JobResult,
+    api_keys,
+    with_judge_key,
+    with_teacher_key,
+    write_job,
+)
 from train.controller import torchrun
 from train.controller.dispatch import Layout
+from train.controller.heartbeat import Watch, driver_heartbeat, driver_step, forget_ranks, interval
+from train.controller.torchrun_guard import end_with_starter
 from train.job import run
 from train.observe.progress import say
+from train.run.failure import KILLED, JobError, of_exception
+from train.run.failure import keep as keep_failure
 from train.run.record import ERROR
+from train.run.resume import only_supervisor
+from train.supervisor import supervise
+from train.workers.fewer_ranks import fitting
 from train.workers.resident_pools import ResidentPools, stays
 from train.workers.role_groups import environment, sizes
 
-_STOP_S, _FORK_S = 20.0, 10.0
+_STOP_S, _FORK_S, _TURN_S = 20.0, 10.0, 1.0
 _TRIES = 3
+ATTEMPT = "MILLRACE_ATTEMPT"
+"""The environment variable by which all processes of an attempt on this machine are known."""
 _ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-class JobError(RuntimeError):
-    """The job failed; the message says why, and where its output is.
-
-    ``exit_code``: of the process that waits for it: 128 + n if signal n has ended a process of the job.
-    """
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.exit_code = code if code > SIGNALLED else SIGNALLED - code if code < 0 else 1
 
 
 def run_job(config: TrainConfig, context: JobContext) -> JobResult:
     """Run the job by ``config.launcher``: torchrun; Ray, on the cluster of ``config.ray_address`` or its own.
 
-    That is the resident workers' where there are some.
+    That is the resident workers' where there are some. Its driver is another process than this one, and is started
+    again as ``config.restarts`` says.
 
     Raises:
-        JobError: the job failed on the cluster, under torchrun or in the resident workers.
+        JobError: the job failed.
+        train.checkpoint.folders.CheckpointError: another process runs it, which nothing here has disturbed.
     """
-    context.folder.mkdir(parents=True, exist_ok=True)
-    (context.folder / ERROR).unlink(missing_ok=True)
+    with only_supervisor(context):
+        return _run_alone(config, context)
+
+
+def _run_alone(config: TrainConfig, context: JobContext) -> JobResult:
     spec = write_job(config, context)
-    if config.launcher == "torchrun":
-        run_torchrun(config, context, spec)
-    elif config.ray_address:
-        submit(config, context, spec)
-    elif not run_resident(config, context):
-        run_locally(config, context)
-    return JobResult.model_validate_json((context.folder / "result.json").read_text())
+
+    def attempt(watch: Watch, again: bool) -> None:
+        if config.launcher == "torchrun":
+            run_torchrun(config, context, spec, watch, again=again)
+        elif config.ray_address:
+            submit(config, context, spec, watch, again=again)
+        elif not run_resident(config, context, watch):
+            run_on_own_ray(config, context, spec, watch)
+
+    return supervise(config, context, attempt)
 
 
-def run_resident(config: TrainConfig, context: JobContext) -> bool:
+def run_resident(config: TrainConfig, context: JobContext, watch: Watch) -> bool:
     """Run the job in the resident workers; False if there are none, or they are at work, or take no such job.
 
     It writes to this process' own stdout and stderr. If this process is stopped, so are they.
@@ -92,10 +113,17 @@ def run_resident(config: TrainConfig, context: JobContext) -> bool:
             return False
         with connection:
             try:
-                word, *rest = _ask_residents(connection, config, context)
+                word, *rest = _ask_residents(connection, config, context, watch)
             except EOFError:
                 died = f"{context.run} failed: the resident workers died, see resident.log"
-                raise JobError(died, SIGNALLED + signal.SIGKILL) from None
+                raise JobError(died, KILLED, "lost") from None
+            except JobError:  # it hangs, and has been killed
+                wait_until_gone(connection)
+                raise
+            except TimeoutError as error:
+                hang_up(connection)
+                wait_until_gone(connection)
+                raise JobError(f"{context.run} failed: {error}", KILLED, "hung") from error
             except BaseException:  # nobody waits for its candidate any more
                 hang_up(connection)
                 wait_until_gone(connection)
@@ -110,27 +138,38 @@ def run_resident(config: TrainConfig, context: JobContext) -> bool:
     return False
 
 
-def _ask_residents(connection: Connection, config: TrainConfig, context: JobContext) -> tuple[Any, ...]:
-    """How they answer in the end. Raises EOFError if they die."""
+def _ask_residents(connection: Connection, config: TrainConfig, context: JobContext, watch: Watch) -> tuple[Any, ...]:
+    """How they answer in the end. Raises EOFError if they die, JobError if they hang."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     answer = ask(connection, "train", config, context, os.getcwd(), timeout_s=GONE_S)
     if answer[0] != "go":
         return answer
-    for file in (1, 2):
-        send_handle(connection, file, answer[1])
     try:
+        for file in (1, 2):
+            send_handle(connection, file, answer[1])
+        while not connection.poll(_TURN_S):
+            if why := watch.hung():
+                with suppress(ProcessLookupError):
+                    os.kill(answer[1], signal.SIGKILL)  # its subreaper ends all that is below it
+                raise JobError(f"{context.run} hangs: {why}", KILLED, "hung")
         ended: tuple[Any, ...] = connection.recv()
-    except ConnectionResetError as error:
+    except (BrokenPipeError, ConnectionResetError) as error:
         raise EOFError from error
     return ended
 
 
-def run_locally(config: TrainConfig, context: JobContext) -> None:
-    """Run the job on a Ray of its own. Raises LocalRayError if that does not start."""
+def run_on_own_ray(config: TrainConfig, context: JobContext, spec: Path, watch: Watch) -> None:
+    """Run the job in a process with a Ray of its own; it writes to this process' output.
+
+    Raises:
+        JobError: it failed, or hangs.
+    """
     search_last(context.python_path)
-    with ray_of(config):
-        run_spec(config, context)
+    variables = {**os.environ, **search_path(), **api_keys(config, context)}
+    command = [sys.executable, "-P", "-m", "train.launch", "--own-ray", str(spec)]
+    if code := _run(command, variables, context, watch):
+        raise JobError(f"{context.run} failed: {error_of(context) or f'its driver ended with code {code}'}", code)
 
 
 def ray_of(config: TrainConfig) -> AbstractContextManager[None]:
@@ -144,38 +183,72 @@ def ray_of(config: TrainConfig) -> AbstractContextManager[None]:
     )
 
 
-def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
+def run_torchrun(config: TrainConfig, context: JobContext, spec: Path, watch: Watch, *, again: bool = False) -> None:
     """Run the job in processes of torchrun, or in one that needs none; they write to this process' output.
 
+    ``again``: what an attempt before wrote stays in the log.
+
     Raises:
-        JobError: a rank failed. Its traceback is in ``torchrun.log`` of the run's folder.
+        JobError: a rank failed, or hangs. Its traceback is in ``torchrun.log`` of the run's folder.
     """
     log = context.folder / "torchrun.log"
     search_last(context.python_path)
-    variables = {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets(), **search_path(), **judge_key(context)}
-    variables[PARENT] = str(os.getpid())
-    with log.open("w") as output, tempfile.TemporaryDirectory(prefix="millrace-torchrun-") as folder:
-        if config.ranks_of(config.placement.actor) == 1:
-            command = [sys.executable, "-P", "-m", "train.launch", "--launcher", "torchrun", str(spec)]
-            forked = fork(command, environment=variables, files=(0, 1, output.fileno()), patience=_FORK_S)
-            process = forked or subprocess.Popen(command, stderr=output, env=variables)
-        else:
+    variables = {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets(), **search_path(), **api_keys(config, context)}
+    with log.open("a" if again else "w") as output, tempfile.TemporaryDirectory(prefix="millrace-torchrun-") as folder:
+        several = config.ranks_of(config.placement.actor) > 1
+        command = [sys.executable, "-P", "-m", "train.launch", "--launcher", "torchrun", str(spec)]
+        if several:
             command = torchrun_command(config, spec, "train.controller.torchrun_guard", f"{folder}/store")
-            process = subprocess.Popen(command, stderr=output, env=variables)
-        try:
-            code = process.wait()
-        except BaseException:  # nobody waits for its candidate any more
-            process.terminate()
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            raise
+        code = _run(command, variables, context, watch, forkable=not several, stderr=output.fileno())
     if code:
         why = (
             error_of(context) or f"torchrun ended with {code}, and its output with:\n{log.read_text()[-4000:].rstrip()}"
         )
         raise JobError(f"{context.run} failed; all of its output is in {log}\n{why}", code)
+
+
+def _run(
+    command: list[str],
+    variables: dict[str, str],
+    context: JobContext,
+    watch: Watch,
+    *,
+    forkable: bool = True,
+    stderr: int = 2,
+) -> int:
+    """Run a driver to its end; its exit code. Unless that is 0 nothing of it is left. Raises JobError if it hangs."""
+    mark = f"{ATTEMPT}={uuid.uuid4().hex}"
+    variables = variables | {PARENT: str(os.getpid()), ATTEMPT: mark.partition("=")[2]}
+    forked = fork(command, environment=variables, files=(0, 1, stderr), patience=_FORK_S) if forkable else None
+    process = forked or subprocess.Popen(command, stderr=None if stderr == 2 else stderr, env=variables)
+    code = None
+    try:
+        code = _wait_for(process, context, watch)
+    except JobError:
+        process.kill()
+        process.wait(_STOP_S)
+        raise
+    except BaseException:  # nobody waits for its candidate any more
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+    finally:
+        if code != 0 and not end_marked(mark, _STOP_S):
+            say(f"{context.run}: some of its processes do not end though they were killed {_STOP_S:g} s ago")
+    return code
+
+
+def _wait_for(process: subprocess.Popen[bytes] | ForkedProcess, context: JobContext, watch: Watch) -> int:
+    """The exit code. Raises JobError if a process of the run hangs."""
+    while True:
+        try:
+            return process.wait(_TURN_S)
+        except subprocess.TimeoutExpired:
+            if why := watch.hung():
+                raise JobError(f"{context.run} hangs: {why}", KILLED, "hung") from None
 
 
 def torchrun_command(
@@ -193,36 +266,40 @@ def torchrun_command(
     return [sys.executable, "-P", "-m", torchrun, *how, "-m", "train.launch", "--launcher", "torchrun", str(spec)]
 
 
-def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
+def submit(config: TrainConfig, context: JobContext, spec: Path, watch: Watch, *, again: bool = False) -> None:
     """Run the job by Ray's job API; its output is printed as it comes.
 
-    Raises:
-        JobError: the job failed.
-    """
-    from ray.job_submission import JobSubmissionClient
+    A job of this run that is at work, as of a process like this one that was killed, is stopped before. ``again``: the
+    job takes fewer ranks if the cluster has no room for all of them.
 
-    if judge_key(context):
-        say(f"{context.run}: the judge's key is not sent to the cluster: its jobs have it from their own {JUDGE_KEY}")
-    client = JobSubmissionClient(config.ray_address)
-    job_id = client.submit_job(entrypoint=f"{sys.executable} -P -m train.launch {spec}", metadata={"run": context.run})
+    Raises:
+        JobError: the job failed, hangs, or the cluster can't be reached for ``train.restarts.wait_s``.
+    """
+    for name in api_keys(config, context):
+        whose = "judge" if name == JUDGE_KEY else "teacher"
+        say(f"{context.run}: the {whose}'s key is not sent to the cluster: its jobs have it from their own {name}")
+    cluster = Cluster(config, context, patient=again)
+    cluster.stop_earlier()
+    entrypoint = [sys.executable, "-P", "-m", "train.launch", *(["--again"] if again else []), str(spec)]
+    job_id = cluster.submit(shlex.join(entrypoint))
     say(f"{context.run}: submitted as {job_id} to {config.ray_address}")
     printed = 0
     try:
         while True:
-            status = client.get_job_status(job_id)
-            logs = client.get_job_logs(job_id)
+            status, logs = cluster.look(job_id)
             print(logs[printed:], end="", flush=True)
             printed = len(logs)
             if status.is_terminal():
                 break
-            time.sleep(1.0)
+            if why := watch.hung():
+                raise JobError(f"{context.run} hangs: {why}", KILLED, "hung")
+            time.sleep(_TURN_S)
     except BaseException:
-        client.stop_job(job_id)  # nobody waits for its candidate any more
+        cluster.stop(job_id)  # nobody waits for its candidate any more
         raise
     if status != "SUCCEEDED":
-        info = client.get_job_info(job_id)
-        why = error_of(context) or f"{info.message}\n{logs[-2000:].rstrip()}"
-        code = info.driver_exit_code or 1
+        code, message = cluster.end_of(job_id)
+        why = error_of(context) or f"{message}\n{logs[-2000:].rstrip()}"
         raise JobError(f"{context.run} failed; Ray job {job_id} ended as {status}\n{why}", code)
 
 
@@ -232,6 +309,8 @@ def main() -> None:
     parser.add_argument(
         "--launcher", choices=["ray", "torchrun"], help="what runs the ranks; by default the job's own setting"
     )
+    parser.add_argument("--own-ray", action="store_true", help="start a Ray for the job, and end it behind it")
+    parser.add_argument("--again", action="store_true", help="take fewer ranks if the cluster has no room for all")
     parser.add_argument("spec", type=Path, metavar="SPEC.json", help="the job: {config, context}")
     arguments = parser.parse_args()
     config, context = read(arguments.spec, arguments.launcher)
@@ -241,11 +320,21 @@ def main() -> None:
             run_as_rank(config, context, arguments.spec)
             skip_teardown("torch's threads may still run when the interpreter has gone, which aborts")
             end_process(0)
+        elif arguments.own_ray:
+            end_with_starter()
+            with stop_on_signals(), ExitStack() as held:
+                with cause_kept(context):
+                    held.enter_context(ray_of(config))
+                run_spec(config, context)
         else:
             import ray
 
-            ray.init(address="auto", log_to_driver=False, **search_as_here({}))
+            with cause_kept(context):
+                ray.init(address="auto", log_to_driver=False, **search_as_here({}))
+                config = fitting(config, context) if arguments.again else config
             run_spec(config, context)
+    except Stopped as stopped:
+        end_process(stopped.code)
     except BaseException as error:
         code = getattr(error, "exit_code", 1)
         if code == 1 and not teardown_is_skipped():
@@ -267,10 +356,21 @@ def run_as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:
 def run_spec(config: TrainConfig, context: JobContext, resident: ResidentPools | None = None) -> None:
     """Run a job where its ranks can be started, and leave beside its metrics why it has no result, if it has none."""
     try:
-        run(config, context, resident)
+        with driver_heartbeat(context.folder, interval(config.restarts.silence_s)), cause_kept(context):
+            run(config, context, resident)
+    finally:
+        forget_ranks(context.folder)
+
+
+@contextmanager
+def cause_kept(context: JobContext) -> Iterator[None]:
+    """Have who started the job know by what the block failed."""
+    try:
+        yield
     except Exception as error:
-        ours = type(error).__module__.split(".")[0] in ("feedback", "serve", "evaluation", "train")  # these say it all
-        (context.folder / ERROR).write_text(str(error) if ours else f"{type(error).__name__}: {error}")
+        failure = of_exception(error, driver_step(context.folder))
+        keep_failure(context.folder, failure)
+        (context.folder / ERROR).write_text(failure.what)
         raise
 
 
@@ -281,12 +381,13 @@ def error_of(context: JobContext) -> str | None:
 
 
 def read(spec: Path, launcher: str | None = None) -> tuple[TrainConfig, JobContext]:
-    """A job's file; ``launcher`` replaces its own. The judge's key is from the environment."""
+    """A job's file; ``launcher`` replaces its own. Keys of APIs are from the environment."""
     job = json.loads(spec.read_text())
     if launcher is not None:
         job["config"]["launcher"] = launcher
     context = JobContext.model_validate(job["context"])
-    return TrainConfig.model_validate(job["config"]), with_judge_key(context, os.environ.get(JUDGE_KEY))
+    config = with_teacher_key(TrainConfig.model_validate(job["config"]), os.environ.get(TEACHER_KEY))
+    return config, with_judge_key(context, os.environ.get(JUDGE_KEY))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The commands of ``millrace``, one file per family. What is heavy is imported when a command runs.
 
 ``service`` (up, serve, schedule), ``loop`` (score, train, evaluate, cycle), ``harness`` (evaluate --harness),
+``environment`` (evaluate --environment),
 ``estimate`` (estimate), ``policy`` (init, promote, rollback, history, and lists of policies and reward models),
 ``runs`` (lists, shows and compares training runs),
 ``inspect`` (status, report, doctor), ``plan`` (plan), ``lake`` (the group of that name) with ``query`` (lake sql, lake

@@ -12,8 +12,8 @@ import click
 
 from deploy.commands.common import date_and_time, json_out, pass_settings, utc, write_result
 from deploy.config.root import Settings
-from deploy.supervise.children import stop_on_signals
 from feedback.exchange import ExportForm, ImportForm, Style
+from feedback.process_signals import stop_on_signals
 
 if TYPE_CHECKING:
     from feedback.exchange.imports import Tokenise

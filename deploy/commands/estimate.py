@@ -11,7 +11,8 @@ import click
 
 from deploy.commands.common import as_json_option, date_and_time, existing_lake, pass_settings, utc
 from deploy.config.root import ConfigError, Settings
-from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
+from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers
+from feedback.process_signals import stop_on_signals
 
 if TYPE_CHECKING:
     from evaluation.estimation.estimate import Baseline, TrafficEstimate

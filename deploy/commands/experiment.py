@@ -12,7 +12,8 @@ import click
 
 from deploy.commands.common import as_json_option, audited, existing_lake, json_out, pass_settings, write_result
 from deploy.config.root import Settings
-from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
+from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers
+from feedback.process_signals import stop_on_signals
 
 if TYPE_CHECKING:
     from evaluation.shadow.kept import Result

@@ -20,12 +20,13 @@ import click
 from deploy.config.root import ConfigError, Settings
 from deploy.display.tables import print_table
 from deploy.loop.wait_for_serving import ask_server, server_policy
-from deploy.supervise.children import Child, no_leftovers, start, stop_on_signals
+from deploy.supervise.children import Child, no_leftovers, start
 from deploy.up import wait_until_ready
 from evaluation.harness.inspect import Inspect
 from evaluation.harness.lm_eval import LmEval
 from evaluation.harness.results import COLUMNS, HarnessFailed, HarnessResult, load_all
 from evaluation.harness.run import Endpoint, Harness, HarnessRequest, interpreter, version_of
+from feedback.process_signals import stop_on_signals
 from serve.middleware.api_keys import create_key, read_keys, revoke_key
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def run(
     with no_leftovers(), stop_on_signals(), store.hold(version):
         policy = store.verify(version)
         folder = _new_folder(settings, policy, name, request)
-        asked = _endpoint(settings, policy, live, config.timeout_s) if live else own_server(settings, policy)
+        asked = endpoint_server(settings, policy, live, config.timeout_s) if live else own_server(settings, policy)
         with asked as server:
             at = server.endpoint
             click.echo(f"{name} {harness_version} on policy {version}, at {at.url}; its files: {folder}")
@@ -185,7 +186,7 @@ def own_server(settings: Settings, policy: Policy) -> Iterator[Server]:
 
 
 @contextmanager
-def _endpoint(settings: Settings, policy: Policy, live: Live, timeout_s: float) -> Iterator[Server]:
+def endpoint_server(settings: Settings, policy: Policy, live: Live, timeout_s: float) -> Iterator[Server]:
     """The running server, with a key that is never recorded, for as long as it is needed."""
     keys = settings.path(settings.serve.keys)
     if settings.serve.auth == "off" or not read_keys(keys) or _status(settings, None) != 401:

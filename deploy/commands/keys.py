@@ -72,6 +72,11 @@ def keys() -> None:
 @click.option("--requests-per-minute", type=rate, metavar="N", help="Its own limit, or unlimited.")
 @click.option("--tokens-per-minute", type=rate, metavar="N", help="Its own limit, or unlimited.")
 @click.option("--no-capture", is_flag=True, help="Answer its requests and store no response to them.")
+@click.option(
+    "--sso",
+    metavar="USER",
+    help="Let this user of the single sign-on (serve.sso) into the console by it; *: each who has no other key.",
+)
 @as_json_option
 @pass_settings
 def create(
@@ -83,6 +88,7 @@ def create(
     requests_per_minute: float | Literal["unlimited"] | None,
     tokens_per_minute: float | Literal["unlimited"] | None,
     no_capture: bool,
+    sso: str | None,
     as_json: bool,
 ) -> None:
     """Create a key and show it, once: only its hash is kept."""
@@ -103,6 +109,7 @@ def create(
                 requests_per_minute=requests_per_minute,
                 tokens_per_minute=tokens_per_minute,
                 capture=not no_capture,
+                sso=sso,
             )
             outcome.result = {"key": key.id, "tenant": key.tenant}
     except ValidationError as error:
@@ -147,11 +154,12 @@ def list_keys(settings: Settings, as_json: bool) -> None:
             _rate(key.requests_per_minute),
             _rate(key.tokens_per_minute),
             "yes" if key.capture else "no",
+            key.sso or "-",
         ]
         for key in found
     ]
     limits = ["requests/min", "tokens/min"]
-    header = ["id", "name", "tenant", "scopes", "state", "created (UTC)", "expires (UTC)", *limits, "capture"]
+    header = ["id", "name", "tenant", "scopes", "state", "created (UTC)", "expires (UTC)", *limits, "capture", "sso"]
     empty = f"no keys in {path}: the server listens on loopback only; make one with `millrace keys create`"
     print_table(header, rows, empty)
 

@@ -18,7 +18,8 @@ import click
 from deploy.commands.common import as_json_option, json_out, log_lines, pass_settings, write_result
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import lineage, promotion
-from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
+from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers
+from feedback.process_signals import stop_on_signals
 from serve.policies.folder import PolicyError
 from serve.policies.store import PolicyStore
 
@@ -228,6 +229,12 @@ class _Evaluate(click.Command):
     help="Run this harness on CANDIDATE instead, in an environment of its own (evaluation.harness). It decides "
     "nothing. What stands behind -- goes to it.",
 )
+@click.option(
+    "--environment",
+    metavar="NAME",
+    help="Play an episode of each item of the suite with CANDIDATE and this environment instead, with the settings of "
+    "train.environment if it is the same. It decides nothing.",
+)
 @click.option("--tasks", metavar="A,B", help="The harness's tasks.")
 @click.option("--include-path", type=click.Path(path_type=Path), metavar="DIR", help="lm-eval: more tasks.")
 @click.option("--limit", metavar="K", help="So many samples of each task, as the harness takes it.")
@@ -235,7 +242,8 @@ class _Evaluate(click.Command):
 @click.option(
     "--endpoint",
     is_flag=True,
-    help="Have the harness ask the running server, with a key for evaluation, in place of a server of CANDIDATE alone.",
+    help="Have the harness, or the environment, ask the running server, with a key for evaluation, in place of a "
+    "server of CANDIDATE alone.",
 )
 @click.option("--harness-results", is_flag=True, help="List what all harnesses have found.")
 @as_json_option
@@ -248,6 +256,7 @@ def evaluate(
     candidate: int | None,
     incumbent: int | None,
     harness: str | None,
+    environment: str | None,
     tasks: str | None,
     include_path: Path | None,
     limit: str | None,
@@ -272,11 +281,20 @@ def evaluate(
         return
     if harness is None:
         given = {"--tasks": tasks, "--include-path": include_path, "--limit": limit, "--model-args": model_args}
-        given |= {"--endpoint": "given" if endpoint else None, "--": " ".join(arguments)}
+        given |= {"--endpoint": "given" if endpoint and environment is None else None, "--": " ".join(arguments)}
         if stray := next((name for name, value in given.items() if value), None):
             raise click.UsageError(f"{stray} is of --harness")
-        _gate(settings, candidate, incumbent, json_out)
+        if environment is None:
+            _gate(settings, candidate, incumbent, json_out)
+            return
+        if incumbent is not None:
+            raise click.UsageError("--environment evaluates one policy: leave --incumbent out")
+        from deploy.commands import environment as environments
+
+        write_result(environments.run(settings, environment, candidate, endpoint=endpoint), json_out)
         return
+    if environment is not None:
+        raise click.UsageError("--environment is not of --harness: leave either out")
     if incumbent is not None:
         raise click.UsageError("--harness evaluates one policy: leave --incumbent out")
     if not tasks:

@@ -13,7 +13,7 @@ import click
 from deploy.commands.common import audited, dry_run_option, json_out, pass_settings, write_result
 from deploy.config.root import Settings
 from deploy.display.tables import table
-from deploy.supervise.children import stop_on_signals
+from feedback.process_signals import stop_on_signals
 
 if TYPE_CHECKING:
     from deploy.loop.lineage import Trained

@@ -53,8 +53,8 @@ def plan(
     """Plan memory and time of training and serving a model, from its config.json alone.
 
     Settings of train that are set are kept; those of memory and parallelism that are not are chosen: micro-batch,
-    activation checkpointing, reduction of gradients, offload, generation's tensor parallelism and its KV cache. Without
-    --model it is the policy that serves.
+    activation checkpointing, reduction of gradients, offload, tensor parallelism of training and of generation, and its
+    KV cache. Without --model it is the policy that serves.
 
     Memory is counted as training allocates it. Seconds follow from the machine's rates and the share of its peak that
     runs usually reach: good for comparing, and not measured on it.
@@ -169,7 +169,7 @@ def _lines(found: Plan, shape: ModelShape, work: Workload, replica: Serving, twi
         yield f"more      {count} x {machine.name}: {twice.seconds:.2f} s a step instead of {found.seconds:.2f}"
     if found.host_bytes:
         yield f"host      {_gib(found.host_bytes)} GiB of a node's own memory, for what is offloaded"
-    if found.config.samples and machine.kind != "cpu":
+    if found.config.samples and found.config.rollout.backend == "vllm" and machine.kind != "cpu":
         yield f"vllm      is started with gpu_memory_utilization {found.engine_share:.2f} for rollouts"
     if machine.kind != "cpu":
         yield f"serving   {_of_serving(replica)}"

@@ -9,7 +9,7 @@ import click
 
 from deploy.commands.common import as_json_option, existing_lake, pass_settings
 from deploy.config.root import Settings
-from deploy.supervise.children import stop_on_signals
+from feedback.process_signals import stop_on_signals
 
 _TABLES = ("interactions", "feedback", "rewards")
 

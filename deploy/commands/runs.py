@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,9 +145,14 @@ def prune_runs(settings: Settings, dry_run: bool, json_out: Path | None) -> None
     last = [run for record in trained for run in (record.run, *(stage.run for stage in record.stages)) if run]
     found, shared = run_folders(train.runs), settings.run_store()
     if shared is not None:
+        from serve.policies.folder import PolicyError
         from train.run.shared_run import with_shared
 
-        found, _ = with_shared(shared, train.runs)
+        try:
+            found, _ = with_shared(shared, train.runs)
+        except PolicyError as error:
+            click.echo(f"warning: the runs of this machine alone: {error}", err=True)
+            shared = None
     stay = kept_runs(found, train.retention, last)
     gone = [run for run in found if run.state == "unfinished" and run.name not in stay]
     removed = [run.name for run in gone] if dry_run else give_up((run.folder for run in gone), shared)
@@ -156,3 +162,38 @@ def prune_runs(settings: Settings, dry_run: bool, json_out: Path | None) -> None
     verb = "would remove" if dry_run else "removed"
     click.echo(f"{verb} the checkpoints of runs: {', '.join(removed) or 'none'} ({size / 2**20:.1f} MiB)")
     write_result({"removed": removed, "kept": stay, "bytes": size, "dry_run": dry_run}, json_out)
+
+
+@runs.command("release")
+@click.argument("run")
+@click.option("--yes", is_flag=True, help="Don't ask.")
+@pass_settings
+def release_run(settings: Settings, run: str, yes: bool) -> None:
+    """Break the claim that a machine which is gone has on RUN in the object store, so that another goes on with it.
+
+    A claim runs out by itself after train.run_store.lease_s; this is for one that doesn't, as its machine's clock was
+    ahead. It waits as long as such a claim is for, whatever the clocks say: a machine that is at work on the run renews
+    it meanwhile, and keeps it.
+    """
+    from serve.policies.folder import PolicyError
+    from train.checkpoint.folders import CheckpointError
+
+    if (shared := settings.run_store()) is None:
+        raise click.UsageError("train.run_store.uri is not set: no other machine can have a claim on a run")
+    try:
+        if (found := shared.read(run)) is None:
+            raise click.UsageError(
+                f"{shared.uri} has no run {run}; it has: {', '.join(shared.names()[-_NAMED:]) or '-'}"
+            )
+        if (claim := found.manifest.claim) is None:
+            return click.echo(f"run {run}: no machine has a claim on it")
+        whose = f"{claim.holder}, until {claim.until:%Y-%m-%d %H:%M:%S} UTC"
+        if not yes:
+            click.confirm(f"run {run} is claimed by {whose}. Break this claim?", abort=True)
+        lease = (claim.until - found.manifest.at).total_seconds()
+        click.echo(f"waits {lease:.0f} s, in which a machine at work renews its claim", err=True)
+        time.sleep(max(0.0, lease))
+        shared.replace(found, claim=None)  # RunTaken if it was: it may be publishing
+    except (PolicyError, CheckpointError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"run {run}: the claim of {whose} is broken")

@@ -14,8 +14,8 @@ from deploy.commands.common import log_lines, pass_settings
 from deploy.config import root, wording
 from deploy.config.root import ConfigError, Settings
 from deploy.config.sources import DEFAULT_FILE
-from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
-from serve.config import FleetConfig
+from deploy.supervise.children import no_leftovers
+from feedback.process_signals import Stopped, stop_on_signals
 
 replicas = click.option(
     "--replicas",
@@ -153,11 +153,12 @@ def schedule(settings: Settings, cycles: bool) -> None:
 
 
 def _with_replicas(settings: Settings, replicas: int | None) -> Settings:
-    """The settings with another number of replicas, if it is not None. Raises ConfigError if that is out of bounds."""
+    """The settings with another number of replicas, if it is not None. Raises ConfigError if that can't be."""
     if replicas is None:
         return settings
     try:
-        fleet = FleetConfig(**settings.serve.fleet.model_dump() | {"replicas": replicas})
+        return settings.model_copy(update={"serve": settings.serve.with_replicas(replicas)})
     except ValidationError as error:
         raise ConfigError(f"--replicas {replicas}: {wording.wrong(error.errors()[0])}") from None
-    return settings.model_copy(update={"serve": settings.serve.model_copy(update={"fleet": fleet})})
+    except ValueError as error:
+        raise ConfigError(f"--replicas {replicas}: {error}") from None

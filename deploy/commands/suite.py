@@ -12,7 +12,8 @@ import click
 
 from deploy.commands.common import as_json_option, json_out, pass_settings, write_result
 from deploy.config.root import ConfigError, Settings
-from deploy.supervise.children import NOTHING_TO_LEARN, stop_on_signals
+from deploy.supervise.children import NOTHING_TO_LEARN
+from feedback.process_signals import stop_on_signals
 
 if TYPE_CHECKING:
     from evaluation.suites.held_out import HeldOut

@@ -46,6 +46,7 @@ from feedback.files import read_key, replace_file
 from feedback.settings_base import IN_CLEAR, Secret, Section
 from serve.config import ServeConfig
 from serve.middleware.api_keys import local_file
+from train.config.algorithms import DISTILL
 from train.config.training import TrainConfig
 
 if TYPE_CHECKING:
@@ -295,6 +296,11 @@ class Settings(Section):
             self._check_stages(recipe)
         if recipe is None or isinstance(recipe, list):
             return self
+        if recipe != "auto" and algorithm.name == DISTILL:
+            raise ValueError(
+                f"cycle.recipe={recipe} and train.algorithm.name=distill both say what is learned from: leave "
+                "cycle.recipe at auto, or null"
+            )
         if recipe not in ("offline", "auto") and algorithm.is_offline:
             raise ValueError(
                 f"cycle.recipe={recipe} samples responses, and train.algorithm.name={algorithm.name} learns from "

@@ -155,27 +155,32 @@ class _Console:
     async def _login_page(self, request: Request) -> Response:
         if not self.authenticator.keyring.on:
             return _leads_to("/console/")
-        return _html(render("login", next=_own_path(request.query_params.get("next")), wrong=None))
+        user = self.authenticator.user(headers_of(request.scope, READ))
+        return _html(render("login", next=_own_path(request.query_params.get("next")), user=user, wrong=None))
 
     async def _login(self, request: Request) -> Response:
-        """Exchange a key, which is in the body, for a cookie."""
+        """Exchange a key, which is in the body, for a cookie; or, with ``sso``, what the proxy says of the user."""
         headers = headers_of(request.scope, READ)
         self.authenticator.check_origin(headers)
         form = await self._form(request, self.logins)
+        user = self.authenticator.user(headers)
         try:
-            cookie = self.authenticator.begin_session(form.get("key", "").strip(), _address(request))
-            principal = self.authenticator.sessions.principal(cookie)
+            if "sso" in form:
+                cookie = self.authenticator.begin_session_of_user(headers, _address(request))
+            else:
+                cookie = self.authenticator.begin_session(form.get("key", "").strip(), _address(request))
+            principal = self.authenticator.sessions.principal(cookie, user)
             _require(principal, _READERS)
         except Problem as problem:
-            page = _html(render("login", next=_own_path(form.get("next")), wrong=problem.detail), problem.status)
-            return _with_retry(page, problem)
+            page = render("login", next=_own_path(form.get("next")), user=user, wrong=problem.detail)
+            return _with_retry(_html(page, problem.status), problem)
         who = f"{principal.name} of {principal.tenant}"
-        await asyncio.to_thread(self._record_login, who, _address(request))
+        await asyncio.to_thread(self._record_login, who, _address(request), {"sso": user} if "sso" in form else {})
         return _with_cookie(_leads_to(_own_path(form.get("next"))), cookie, headers)
 
-    def _record_login(self, who: str, address: str) -> None:
+    def _record_login(self, who: str, address: str, by: dict[str, str | None]) -> None:
         try:
-            with AuditLog(self.server.config.audit).entry("console.login", who=who, origin=address):
+            with AuditLog(self.server.config.audit).entry("console.login", by, who=who, origin=address):
                 pass
         except AuditLogError as error:
             raise Problem(503, f"nobody can log in at the moment: {error}", retry_after=5) from error

@@ -11,10 +11,13 @@ from deploy.display.tables import printable, table
 from train.observe.progress import duration
 from train.observe.resource_file import Rank
 from train.run.record import RunRecord, values
+from train.run.restarts import Restart
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _WIDTH: Final = 40
 """Of a curve, in characters: one stands for the mean of several steps of a longer run."""
+_CAUSE: Final = 100
+"""Characters of the cause of a restart, at most."""
 
 
 def shown(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> str:
@@ -28,6 +31,7 @@ def shown(record: RunRecord, steps: Sequence[Mapping[str, float]]) -> str:
         "parent": record.parent and f"policy {record.parent}",
         "published": record.published,
         "wrong": record.wrong,
+        "restarts": _restarts(record.restarts),
         "learned from": record.data,
         "lake": ", ".join(f"{name} {version}" for name, version in record.lake_versions.items()),
         "model": r and f"{r.architecture}, {r.parameters:,} parameters, {r.trained:,} trained",
@@ -118,6 +122,16 @@ def _parts(record: RunRecord) -> str:
     parts = sorted(record.seconds_by_part.items(), key=lambda part: -part[1])
     total = sum(record.seconds_by_part.values()) or 1.0
     return ", ".join(f"{name} {seconds / record.steps:.2f} s ({seconds / total:.0%})" for name, seconds in parts)
+
+
+def _restarts(restarts: Sequence[Restart]) -> str:
+    """A line for each, the causes shortened."""
+    lines = []
+    for one in restarts:
+        went_on = f"went on after step {one.step}" if one.step else "began anew"
+        on = "" if one.ranks is None else f", ranks: {one.ranks}"
+        lines.append(f"{one.at:%Y-%m-%d %H:%M:%S} UTC, {one.kind}, {went_on}{on}: {_short(one.cause, _CAUSE)}")
+    return ("\n" + " " * 14).join(lines)
 
 
 def _ranks(ranks: Sequence[Rank]) -> str:

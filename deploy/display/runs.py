@@ -11,6 +11,7 @@ from typing import Any, Final
 from evaluation.report.rows import RunRow
 
 _ENDS: Final = 5  # steps, at most, of which the mean reward is shown, at the beginning and at the end
+_OPTIMIZERS: Final = {"adamw": "AdamW", "adamw_8bit": "8-bit AdamW", "muon": "Muon", "sgd": "SGD"}
 _KL: Final = (("kl_ref", "kl_ref_at_end"), ("k2_ref",))  # the first of these that a run has measured
 
 
@@ -32,7 +33,7 @@ def _row(run: Path, steps: Sequence[Mapping[str, Any]]) -> RunRow:
         reward_model=result.get("reward_model"),
         reason=result.get("reason") if result.get("candidate") is None else None,
         algorithm=algorithm.get("name"),
-        optimizer="AdamW" if optimizer else None,
+        optimizer=_OPTIMIZERS.get(name := optimizer.get("name", "adamw"), name) if optimizer else None,
         learning_rate=optimizer.get("learning_rate"),
         batch=_batch(config, steps),
         steps=len(steps),

@@ -31,7 +31,7 @@ from deploy.loop.records import (
 from deploy.loop.traces import span, traced
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise import preloaded, resident
-from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
+from deploy.supervise.children import NOTHING_TO_LEARN, start
 from evaluation.decisions.gate import SPENT
 from evaluation.decisions.history import History, fresh_items, hypothesis
 from evaluation.decisions.ledger import LedgerError
@@ -40,6 +40,7 @@ from evaluation.suites.suite import Suite, SuiteError
 from feedback.datasets import count_on_policy
 from feedback.files import locked
 from feedback.process_exit import SIGNALLED
+from feedback.process_signals import Stopped
 from serve.policies.retention import retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore
 from train.run.unfinished import give_up
@@ -357,14 +358,17 @@ class _Cycle:
     def _learn(self, incumbent: int, parent: int) -> str:
         """Train what the recipe says, each stage from the policy of the one before; the last one is the candidate.
 
-        What the last cycle has trained before it was killed is not trained again. A stage with nothing to learn from
-        hands its parent on. What it returns says why there is no candidate, if there is none.
+        What the last cycle has trained before it was killed is not trained again. What can't be gone on with is removed
+        here; the object store of runs has it until train.retention removes it, as it may be another machine's, whose
+        settings it fits. A stage with nothing to learn from hands its parent on. What it returns says why there is no
+        candidate, if there is none.
         """
         last, left = unfinished_training(self.settings, self.record.number, incumbent, parent)
         folders = [self.settings.path(self.settings.train.runs) / name for name in left]
-        removed = give_up(folders, self.settings.run_store())
+        removed = give_up(folders)
+        here = "" if self.settings.run_store() is None else " from this machine"
         for name, hindrance in left.items():
-            then = "its checkpoints are removed" if name in removed else "it is trained anew"
+            then = f"its checkpoints are removed{here}" if name in removed else "it is trained anew"
             self.say(f"run {name} can't go on ({hindrance}): {then}")
         recipe, reasons = recipes.stages(self.settings) if last is None else last.recipe, []
         kept = {} if last is None else {stage.name: stage for stage in last.stages}

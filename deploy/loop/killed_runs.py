@@ -15,7 +15,6 @@ from deploy.loop import recipes
 from deploy.loop.preflight import reward_of
 from deploy.loop.records import CycleRecord, Stage, load_all
 from evaluation.decisions.history import History, Ruling, hypothesis
-from feedback.config import ScoringConfig
 from feedback.scoring.sources.judge_cache import JudgeCacheError
 from feedback.scoring.sources.reward_model import RewardModelError
 from feedback.scoring.sources.rules import RuleError
@@ -221,11 +220,17 @@ def _hindrances(settings: Settings, stage: Stage, parent: int, reward_model: boo
 
 def _scorer(settings: Settings, config: TrainConfig) -> str | None:
     """What identifies the reward of fresh responses; None if nothing is sampled or it can't be had."""
-    from train.data.rewards import Reward, RewardError
+    from train import environments
+    from train.data.rewards import Reward, RewardError, rewarded_by
 
+    if config.environment is not None:
+        try:
+            return environments.identity(config.environment)
+        except ValueError:
+            return None
     if not config.samples:
         return None
     try:
-        return Reward(reward_of(settings) or ScoringConfig(), config.step_timeout_s).scorer
+        return Reward(rewarded_by(config, reward_of(settings)), config.step_timeout_s).scorer
     except RewardError:
         return None

@@ -14,7 +14,7 @@ from feedback.scoring.sources.reward_model import RewardModelError
 from feedback.scoring.sources.rules import RuleError, configured, load_rule
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy, PolicyError
-from train import algorithms, dataflows
+from train import algorithms, dataflows, environments
 from train.config.context_length import longest_prompt, with_context
 from train.config.training import TrainConfig
 from train.observe.hooks import HookError, load_function
@@ -105,7 +105,8 @@ def no_reward(settings: Settings, *, trained_before: bool = False) -> str | None
 
     ``trained_before``: a reward model will be trained by then.
     """
-    if not settings.train.samples or reward_of(settings) is not None:
+    train = settings.train
+    if not train.rewards_responses or train.algorithm.teacher is not None or reward_of(settings) is not None:
         return None
     if not any(settings.feedback.scoring.weighed(settings.train.reward_weights).for_rollouts.values()):
         return NO_REWARD
@@ -135,6 +136,8 @@ def training_problems(settings: Settings) -> list[str]:
     loads |= {f"train.trackers {name!r}": partial(load_function, "train.trackers", name) for name in train.trackers}
     if ":" in train.algorithm.name:
         loads["train.algorithm.name"] = partial(algorithms.load, train.algorithm)
+    if train.environment is not None:
+        loads["train.environment"] = partial(environments.check, train.environment)
     if train.dataflow:
         loads["train.dataflow"] = partial(dataflows.load, train)
     for own in settings.resolved().train.data.prompts:
@@ -163,7 +166,12 @@ def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:
 
 
 def reward_of(settings: Settings) -> str | ScoringConfig | None:
-    """What rewards rollouts: a function by name, or the sources with training's weights; None if there is none."""
+    """What rewards rollouts: a function by name, or the sources with training's weights; None if there is none.
+
+    A teacher, which training asks in their place, is none: it rewards what training samples, and nothing else.
+    """
+    if settings.train.algorithm.teacher is not None:
+        return None
     if settings.train.reward:
         return settings.train.reward
     scoring = settings.resolved().feedback.scoring.weighed(settings.train.reward_weights)

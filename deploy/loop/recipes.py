@@ -19,6 +19,7 @@ from evaluation.suites.suite import SuiteError
 from feedback.datasets import count_given
 from feedback.settings_base import IN_CLEAR
 from serve.policies.store import PolicyStore
+from train.config.algorithms import DISTILL
 from train.config.training import TrainConfig
 from train.run.resume_settings import started
 
@@ -56,12 +57,15 @@ class Choice:
 def choose(settings: Settings) -> Choice:
     """The recipe that `auto` stands for now.
 
-    rlhf, if there is a reward model, or enough feedback to train one. Else what else rewards responses, if anything
-    does. Else offline, if one kind of feedback is enough for a run.
+    That of an algorithm that says by itself what it learns from, if the settings name one. Else rlhf, if there is a
+    reward model, or enough feedback to train one. Else what else rewards responses, if anything does. Else offline, if
+    one kind of feedback is enough for a run.
     """
     train, scoring = settings.train, settings.feedback.scoring
     if train.algorithm.is_offline:
         return _chosen(settings, "offline", f"train.algorithm.name={train.algorithm.name} learns from feedback")
+    if train.algorithm.name == DISTILL:
+        return _chosen(settings, None, "train.algorithm.name=distill learns from its teacher")
     people = scoring.human.weight > 0 and train.reward is None and train.reward_weights.get("human") != 0
     if people and settings.resolved().feedback.scoring.human.model is not None:
         return _chosen(settings, "rlhf", "there is a reward model")
@@ -145,7 +149,7 @@ def _chosen(settings: Settings, recipe: str | None, why: str, algorithm: str | N
 def _offline_config(settings: Settings, algorithm: str) -> TrainConfig:
     """Training by an algorithm that takes what it doesn't read back to its defaults."""
     values: dict[str, Any] = settings.train.model_dump(context=IN_CLEAR)
-    sampled = ("prompts", "traffic_share", "traffic_weight", "pass_rate")
+    sampled = ("prompts", "traffic_share", "traffic_weight", "pass_rate", "curriculum")
     data = {name: value for name, value in values["data"].items() if name not in sampled}
     sizes = {name: values["rollout"][name] for name in ("max_tokens", "max_model_len")}
     values |= {"algorithm": {"name": algorithm}, "data": data, "rollout": sizes, "epochs": 1}

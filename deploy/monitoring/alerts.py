@@ -92,6 +92,13 @@ ALERTS: Final = (
         "The last {{ $value }} cycles failed.",
     ),
     Alert(
+        "MillraceTrainingRestarts",
+        "sum by (home) (increase(millrace_loop_training_restarts_total[6h])) >= 2",
+        "0m",
+        "warning",
+        "Training lost processes and went on by itself about {{ $value | humanize }} times within six hours.",
+    ),
+    Alert(
         "MillraceLearnsNothing",
         "millrace_loop_cycles_without_candidate >= 3",
         "1m",

@@ -31,7 +31,7 @@ _STOP_S: Final = 5.0
 def serving(settings: Settings, *, cycles: bool) -> Iterator[None]:
     """Serve the loop's metrics within, if ``schedule.metrics.port`` says where.
 
-    Raises OSError if the port is taken, NotLoopback where others reach it and no key is needed, KeyFileError.
+    Raises OSError if the port is taken, NeedsKeys where others reach it and no key is needed, KeyFileError.
     """
     config = settings.schedule.metrics
     if config.port is None:

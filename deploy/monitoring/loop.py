@@ -36,6 +36,7 @@ from evaluation.decisions.plan import declared
 from evaluation.statistics import error_budget
 from feedback.files import is_locked, newest_first
 from serve.policies.experiments import Experiment, Experiments
+from train.run.restarts import RESTARTS, read_restarts
 
 log = logging.getLogger(__name__)
 
@@ -213,9 +214,14 @@ class LoopMetrics(Collector):
         return found
 
     def _of_training(self) -> Iterator[Metric]:
-        """The newest step of the newest run."""
-        files = self._settings.path(self._settings.train.runs).glob("*/metrics.jsonl")
-        newest = next(iter(newest_first(files)), None)
+        """The newest step of the newest run, and the restarts of all."""
+        runs = self._settings.path(self._settings.train.runs)
+        restarts = [one for file in runs.glob(f"*/{RESTARTS}") for one in read_restarts(file.parent)]
+        by_kind = Counter(dict.fromkeys(("lost", "hung", "crashed", "raised"), 0))
+        by_kind.update(one.kind for one in restarts)
+        what = "Restarts that training runs made by themselves, by what had happened."
+        yield _counters("training_restarts_total", what, "kind", by_kind)
+        newest = next(iter(newest_first(runs.glob("*/metrics.jsonl"))), None)
         row = None if newest is None else last_line(newest)
         if newest is None or row is None:
             return

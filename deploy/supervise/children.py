@@ -11,63 +11,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, Final, Self
+from typing import IO, Final, Self
 
 from deploy.config.root import Settings, child_environment
 from deploy.supervise import subreaper
 from feedback.fork_server import ForkedProcess, fork
-from feedback.process_signals import STOPPING, StopSignal
 
 NOTHING_TO_LEARN: Final = 3
 """Exit code of `millrace train` where there was nothing to learn from, and nothing went wrong."""
 
-_AGAIN_S: Final = 0.02  # from a destructor that has dropped Stopped to the next try
 _SUBREAPER_MARGIN_S = 8.0  # beyond the grace, to end what the command left behind
-
-
-class Stopped(StopSignal):
-    """Not an Exception, so that nothing but an end of the process catches it. ``code``: 128 and the signal's number."""
-
-    code: int
-
-    def __str__(self) -> str:
-        return signal.Signals(self.code - 128).name
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[None]:
-    """Raise Stopped in the main thread at the first SIGTERM, SIGINT or SIGHUP; further ones change nothing.
-
-    Where it comes while a destructor or a callback of the interpreter runs, Python drops it: it is raised once more.
-    """
-    stopped: Stopped | None = None
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        stopped = Stopped(128 + number)
-        raise stopped
-
-    def dropped(what: sys.UnraisableHookArgs) -> None:
-        if stopped is None or what.exc_value is not stopped:
-            return hook(what)
-        signal.signal(stopped.code - 128, stop)
-        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), stopped.code - 128)).start()
-
-    before: dict[int, Any] = {number: signal.signal(number, stop) for number in STOPPING}
-    hook, sys.unraisablehook = sys.unraisablehook, dropped
-    try:
-        yield
-    except SystemExit:
-        if stopped is None:
-            raise
-        raise stopped from None  # Ray raises a plain one, whichever signal ended its wait
-    finally:
-        sys.unraisablehook = hook
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from typing import Any, Final
 import psutil
 
 from deploy.config.root import Settings
-from deploy.supervise.children import Child, Stopped, no_leftovers, stop_on_signals
+from deploy.supervise.children import Child, no_leftovers
+from feedback.process_signals import Stopped, stop_on_signals
 from feedback.resident_socket import ADDRESS, Listener, listen
 
 STATE: Final = ".resident.json"

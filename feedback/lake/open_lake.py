@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
 import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
@@ -32,10 +35,13 @@ class OpenLake:
         self._snapshots: dict[str, DeltaTable] = {}
         self._shown: dict[str, int | None] = {}
         """By table the version that its view shows; None if the view has rows of the journal too."""
+        self._dated: int | None = None
+        """The version of the interactions of which the variable ``newest_sealed`` tells."""
 
     def read(self, work: Callable[[duckdb.DuckDBPyConnection], _T]) -> _T:
         """What ``work`` returns of the views of ``Lake.connect``; done over if a vacuum takes files from under it.
 
+        The variable ``newest_sealed`` is when the newest response in the table was made, as far as its log tells.
         Raises LakeError, and what ``work`` raises.
         """
         try:
@@ -53,6 +59,7 @@ class OpenLake:
         self._connection = None
         self._snapshots.clear()
         self._shown.clear()
+        self._dated = None
 
     def _refreshed(self) -> duckdb.DuckDBPyConnection:
         # The journal comes before the tables, as in ``Lake.connect``: a row that is sealed in between is never missed.
@@ -60,6 +67,7 @@ class OpenLake:
         snapshots = {table: self._snapshot(table) for table in TABLES}
         if self._connection is None:
             self._connection = connect(self.lake.config.memory_limit, self.lake.config.threads)
+            self._connection.execute("SET parquet_metadata_cache = true")  # a data file is never written again
         for table, snapshot in snapshots.items():
             unsealed = unsealed_rows(table, segments, snapshot)
             if unsealed.num_rows or self._shown.get(table) != snapshot.version():
@@ -69,6 +77,9 @@ class OpenLake:
                     self._connection, table, snapshot, unsealed, self.lake.config.store_options, local=self.lake.local
                 )
                 self._shown[table] = None if unsealed.num_rows else snapshot.version()
+        if self._dated != (version := snapshots["interactions"].version()):
+            self._connection.execute("SET VARIABLE newest_sealed = $at::TIMESTAMPTZ", {"at": _newest(snapshots)})
+            self._dated = version
         self._connection.execute(CURRENT_REWARDS.replace("CREATE VIEW", "CREATE OR REPLACE VIEW"))
         return self._connection
 
@@ -83,3 +94,8 @@ class OpenLake:
             snapshot = self.lake.table(table)
         self._snapshots[table] = snapshot
         return snapshot
+
+
+def _newest(snapshots: Mapping[str, DeltaTable]) -> datetime | None:
+    files = pa.table(snapshots["interactions"].get_add_actions(flatten=True))
+    return pc.max(files["max.created_at"]).as_py() if "max.created_at" in files.column_names else None

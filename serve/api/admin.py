@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -97,8 +96,6 @@ async def policy(request: Request) -> Response:
     responses={200: {"description": "Metrics", "content": {"text/plain": {"schema": {"type": "string"}}}}},
 )
 async def metrics(request: Request) -> Response:
-    """Prometheus text; in a fleet, of all replicas, by the label ``replica``."""
+    """Prometheus text, of all API processes; in a fleet, of all replicas, by the label ``replica``."""
     server: Server = request.app.state.server
-    render = server.fleet.metrics if server.fleet is not None else server.metrics.render
-    text = await asyncio.to_thread(render)  # some milliseconds, in which tokens would wait
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(await server.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")

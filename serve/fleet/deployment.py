@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -18,6 +18,7 @@ from feedback.process_signals import STOPPING, StopSignal, handled_by, handled_s
 from serve.config import FleetConfig, ServeConfig
 from serve.fleet.assignment import HEADER
 from serve.fleet.controller import Controller
+from serve.fleet.proxy import SSO
 from serve.fleet.state import FleetError
 from serve.local_ray.cluster import connect, local_ray
 from serve.middleware.connections import bind
@@ -34,7 +35,7 @@ APPLICATION: Final = "millrace"
 DEPLOYMENT: Final = "Replica"
 _POLL_S: Final = 0.5
 _KEEP_ALIVE_S: Final = 75
-_FOR_PROXIES: Final = {"host", "allowed_hosts", "auth", "keys", "tenant", "limits"}
+_FOR_PROXIES: Final = {"host", "allowed_hosts", "audit", "auth", "keys", "limits", "sso", "tenant"}
 _MARGIN_S: Final = 30.0  # to stop an engine and seal what was recorded, beyond the drain
 _OBJECT_STORE_BYTES: Final = 128 << 20  # requests and answers pass through it only when they are large
 
@@ -47,7 +48,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, console: Console |
     """Serve with ``config.fleet``'s replicas until SIGTERM or SIGINT, then drain and stop them.
 
     Raises PolicyError, FleetError (what kept the replicas from starting), LocalRayError, OSError if the port is taken,
-    KeyFileError, NotLoopback where others reach it and no key is needed.
+    KeyFileError, NeedsKeys where others reach it and no key is needed.
     """
     log_format.configure(config.log_format)
     keyring = Keyring(config)
@@ -65,7 +66,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, console: Console |
             log.info("policy %d is what the fleet serves", state.serving.version)
             if config.fleet.ray_address is None:
                 bind(config.host, config.port).close()  # before anything takes its seconds
-            ray_stack.enter_context(_ray(config.fleet, config.proxies))
+            ray_stack.enter_context(_ray(config.fleet, config))
             driver = threading.Thread(
                 target=controller.run, args=(stop, config.swap.poll_seconds), name="fleet controller", daemon=True
             )
@@ -84,12 +85,13 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, console: Console |
 
 
 @contextmanager
-def _ray(config: FleetConfig, proxies: Sequence[str]) -> Iterator[None]:
+def _ray(config: FleetConfig, server: ServeConfig) -> Iterator[None]:
     """Be connected to the fleet's Ray: the cluster's, or one of our own, which ends with the block."""
     environment = {
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.fleet.proxy.middlewares",
         "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
-        "FORWARDED_ALLOW_IPS": ",".join(proxies),  # for the uvicorn that Ray Serve makes; by itself loopback
+        "FORWARDED_ALLOW_IPS": ",".join(server.proxies),  # for the uvicorn that Ray Serve makes; by itself loopback
+        SSO: server.sso.model_dump_json(),
         # A thread less between the socket and the engine; what we run there never blocks.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

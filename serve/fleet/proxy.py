@@ -11,12 +11,15 @@ are 503: the request was not answered, and may be sent again.
 from __future__ import annotations
 
 import logging
+import os
+from typing import Final
 
 import uvicorn
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve.config import SsoConfig
 from serve.fleet.assignment import routed
 from serve.fleet.proxy_state import body_reader, experiment, has_body, has_no_replica
 from serve.http import Problem
@@ -25,6 +28,8 @@ from serve.observability import log_format
 
 log = logging.getLogger(__name__)
 
+SSO: Final = "MILLRACE_SSO"
+"""The environment's variable with ``serve.sso`` for the proxies, which connect before they have the settings."""
 _OWN_PATHS = "/-/"  # Ray Serve's: /-/healthz, /-/routes
 _PLAIN = b"text/plain"
 _ID = b"x-request-id"
@@ -44,6 +49,7 @@ def bound_connections() -> None:
     and takes none from outside, so "auto" means ours here. Raises RuntimeError if uvicorn takes its protocols from
     elsewhere.
     """
+    BoundedHttp.believe(SsoConfig.model_validate_json(os.environ.get(SSO, "{}")))
     uvicorn.config.HTTP_PROTOCOLS["auto"] = "serve.middleware.connections:BoundedHttp"
     uvicorn.config.WS_PROTOCOLS["auto"] = None
     loaded = uvicorn.Config(lambda: None, factory=True, lifespan="off", log_config=None)  # as Ray Serve makes it

@@ -47,9 +47,15 @@ class Text:
         """Whether chat messages can be put into text."""
         return bool(self.tokenizer.chat_template)
 
-    def chat(self, messages: list[dict[str, Any]]) -> str:
-        """Messages in the policy's own template, ready for its answer. Raises what the template raises."""
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    def chat(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None, prompt: bool = True
+    ) -> str:
+        """Messages in the policy's own template. Raises what the template raises.
+
+        ``tools``: what the policy may call, as OpenAI's API has them. ``prompt``: ready for its answer.
+        """
+        how: dict[str, Any] = {} if tools is None else {"tools": tools}
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **how))
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Token ids; ``special_tokens``: with those that the tokenizer puts around a text."""

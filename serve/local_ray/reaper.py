@@ -7,6 +7,7 @@ when they have tried for a minute to say so, and workers that are busy later sti
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -20,15 +21,38 @@ _PAUSE_S = 0.2
 def main(token: str) -> None:
     """Wait until the owner has ended, and kill all processes that were started with this file of a token."""
     sys.stdin.buffer.read()
-    mark = f"RAY_AUTH_TOKEN_PATH={token}".encode()
     for _ in range(_LOOKS):
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or is another user's
-                is_tracker = b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
-                is_rays = mark in (folder / "environ").read_bytes().split(b"\0")
-                if is_rays and not is_tracker and int(folder.name) != os.getpid():
-                    os.kill(int(folder.name), signal.SIGKILL)
+        kill_marked(f"RAY_AUTH_TOKEN_PATH={token}")
         time.sleep(_PAUSE_S)
+    shutil.rmtree(Path(token).parent, ignore_errors=True)  # the owner's, which it could not remove
+
+
+def end_marked(variable: str, timeout_s: float) -> bool:
+    """Kill all processes that were started with ``NAME=value`` in their environment; whether they have gone in time.
+
+    A reaper among them, whose owner has ended, has half of that time to end when it has cleaned up.
+    """
+    started = time.monotonic()
+    while kill_marked(variable, spare_reapers=time.monotonic() - started < timeout_s / 2):
+        if time.monotonic() - started > timeout_s:
+            return False
+        time.sleep(_PAUSE_S)
+    return True
+
+
+def kill_marked(variable: str, *, spare_reapers: bool = False) -> list[int]:
+    """Kill those that there are, but for this process and multiprocessing's trackers, which clean up and end."""
+    mark, found = variable.encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            words = (folder / "cmdline").read_bytes()
+            is_tracker = b"multiprocessing.resource_tracker" in words
+            is_marked = mark in (folder / "environ").read_bytes().split(b"\0")
+            if is_marked and not is_tracker and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+                if not (spare_reapers and os.fsencode(__file__) in words):
+                    os.kill(int(folder.name), signal.SIGKILL)
+    return found
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from feedback.files import locked, replace_file
 
 Scope = Literal["generate", "feedback", "evaluate", "read", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("generate", "feedback", "evaluate", "read", "admin")
+ANY_USER: Final = "*"
 LOCAL: Final = "local"
 """The id of the key that commands on the server's own machine use; it stands in a file of its own."""
 
@@ -38,7 +39,8 @@ class KeyFileError(RuntimeError):
 class ApiKey(BaseModel):
     """One key, without its secret. ``requests_per_minute``, ``tokens_per_minute``: None is the config's default.
 
-    ``capture``: False if no response to its requests is stored, whatever they say.
+    ``capture``: False if no response to its requests is stored, whatever they say. ``sso``: the user who is let in by
+    it on a proxy's word (``serve.sso``); ``ANY_USER``: each who has no other.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,6 +56,7 @@ class ApiKey(BaseModel):
     requests_per_minute: Rate | None = None
     tokens_per_minute: Rate | None = None
     capture: bool = True
+    sso: Label | None = None
 
     def state(self, now: datetime) -> Literal["active", "revoked", "expired"]:
         """What the key is worth at ``now``."""
@@ -99,6 +102,7 @@ def create_key(
     requests_per_minute: float | Literal["unlimited"] | None = None,
     tokens_per_minute: float | Literal["unlimited"] | None = None,
     capture: bool = True,
+    sso: str | None = None,
 ) -> tuple[ApiKey, str]:
     """Add a key; returns it and its secret, which is nowhere else.
 
@@ -108,6 +112,12 @@ def create_key(
     scopes = set(scopes)
     if {"evaluate", "generate"} <= scopes:
         raise ValueError("scope evaluate generates too, and nothing is recorded: leave generate out")
+    if sso is not None and sso != ANY_USER and not is_user(sso):
+        raise ValueError(
+            f"sso: {sso!r} is no user's name: 1 to 200 printable characters, no comma, and no space at its ends"
+        )
+    if sso == ANY_USER and "admin" in scopes:
+        raise ValueError("each user whom the proxy lets in would be an admin: leave the scope out, or name one user")
     now = datetime.now(UTC)
     key_id = secrets.token_hex(6)
     secret = new_secret(key_id)
@@ -122,14 +132,24 @@ def create_key(
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
         capture=capture,
+        sso=sso,
     )
     if expires_at is not None and expires_at <= now:
         raise ValueError(f"a key that expires at {expires_at.isoformat()} would never be good: that is past")
     with _changed(path) as keys:
         if taken := next((other for other in keys if other.name == name and other.state(now) == "active"), None):
             raise ValueError(f"key {taken.id} is called {name!r} already: choose another name, or revoke it first")
+        if sso and (
+            taken := next((other for other in keys if other.sso == sso and other.state(now) == "active"), None)
+        ):
+            raise ValueError(f"key {taken.id} ({taken.name}) lets {sso!r} in already: revoke it first")
         keys.append(key)
     return key, secret
+
+
+def is_user(name: str) -> bool:
+    """Whether a proxy can mean one user by a name: a header that came twice has a comma, and ``ANY_USER`` is nobody."""
+    return 0 < len(name) <= 200 and name.isprintable() and name == name.strip() and "," not in name and name != ANY_USER
 
 
 def revoke_key(path: Path, wanted: str) -> ApiKey:

@@ -12,7 +12,9 @@ from starlette.types import Scope
 
 from serve.config import ServeConfig
 from serve.http import Problem
+from serve.middleware.api_keys import is_user
 from serve.middleware.browser_sessions import TOKEN_HEADER, BrowserSessions, cookie_of
+from serve.middleware.connections import USER, word_of
 from serve.middleware.keyring import CONSOLE, Keyring, Principal, Refused, is_wildcard, scope_of
 from serve.middleware.refusals import Refusals
 
@@ -25,11 +27,17 @@ _ORIGIN: Final = re.compile(r"https?://(.{1,300})")
 
 
 def headers_of(scope: Scope, wanted: frozenset[bytes]) -> dict[bytes, bytes]:
-    """Those of a request's headers that are ``wanted``; one that comes twice has both values, with a comma."""
+    """Those of a request's headers that are ``wanted``; one that comes twice has both values, with a comma.
+
+    And what a proxy says of the user, under ``word_of``, which is no header's name.
+    """
     found: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         if name in wanted:
             found[name] = value if name not in found else found[name] + b"," + value
+    if USER in scope:
+        word, user = scope[USER]
+        found[word] = user
     return found
 
 
@@ -45,6 +53,7 @@ class Authenticator:
         """``refusals``: what counts the keys that are refused, and where."""
         self.keyring = keyring
         self.sessions = BrowserSessions(keyring)
+        self._word = None if config.sso.header is None else word_of(config.sso)
         self.refusals = refusals or Refusals(config.limits.refused_per_minute)
         self._hosts = frozenset({"localhost", _plain(config.host), *map(_plain, config.allowed_hosts)})
         self._named = frozenset(map(_plain, config.allowed_hosts))
@@ -81,7 +90,7 @@ class Authenticator:
         secret, cookie = _secret(headers), cookie_of(headers)
         try:
             if secret is None and cookie is not None:
-                self.sessions.principal(cookie)
+                self.sessions.principal(cookie, self.user(headers))
             else:
                 self.keyring.authenticate(secret)
         except Refused:
@@ -108,6 +117,26 @@ class Authenticator:
             self.refusals.add(refused.reason, client)
             raise Problem(401, str(refused)) from None
 
+    def user(self, headers: Mapping[bytes, bytes]) -> str | None:
+        """Who makes a request, as the single sign-on's proxy says; None where it says nothing, or nothing clear."""
+        if self._word is None:
+            return None
+        try:
+            name = headers.get(self._word, b"").strip(b" \t").decode()  # no other space: that is in another's name
+        except UnicodeDecodeError:
+            return None
+        return name if is_user(name) else None
+
+    def begin_session_of_user(self, headers: Mapping[bytes, bytes], client: str = "") -> str:
+        """The cookie of a new session of the single sign-on's user. Raises Problem as ``begin_session``."""
+        try:
+            if (user := self.user(headers)) is None:
+                raise Refused("missing", "no proxy says who you are; log in with a key")
+            return self.sessions.begin_of_user(user)
+        except Refused as refused:
+            self.refusals.add(refused.reason, client)
+            raise Problem(401, str(refused)) from None
+
     def session(self, headers: Mapping[bytes, bytes], client: str = "", *, proved: bool) -> Principal:
         """Who looks at a page. ``proved``: the request must prove too that a page of ours made it.
 
@@ -121,7 +150,7 @@ class Authenticator:
         try:
             if cookie is None:
                 raise Refused("missing", "there is no such session; log in")
-            return self.sessions.principal(cookie)
+            return self.sessions.principal(cookie, self.user(headers))
         except Refused as refused:
             self.refusals.add(refused.reason, client)
             raise Problem(401, str(refused)) from None

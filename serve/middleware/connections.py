@@ -2,17 +2,29 @@
 
 A server without an answer to give yet, and one that has answered before the request was whole, both go on reading. What
 comes then is bounded here; a body that somebody reads is bounded where it is read (``serve.middleware.bodies``).
+
+Here alone is the other end of the connection known for certain: behind it, a proxy's word counts. So what a proxy says
+of a request's user (``serve.sso``) is believed or dropped here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 from collections.abc import Callable
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any, ClassVar, Final, Literal
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from serve.config import SsoConfig
+
+USER: Final = "millrace.user"
+"""Where in a request's scope the user is, with ``word_of`` what says so. No header leads there, so that no other way to
+the application does: Ray Serve's proxies may be older than this server, or others' on the same cluster.
+"""
 
 HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 30.0
@@ -28,15 +40,20 @@ _TOO_LARGE: Final = (
 _PROBLEM: Final = b'{"title":"Request Header Fields Too Large","status":431,"detail":"a head may have %d bytes"}'
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, share: Literal["no", "begin", "join"] = "no") -> socket.socket:
     """A socket that does not listen yet: until the server can answer, a client is refused and does not wait in a queue.
 
-    Raises OSError if the port is taken.
+    share: whether further processes of this user may listen on the port too, each with a socket of its own, between
+    which the kernel distributes connections; ``join`` is for those. Raises OSError if the port is taken.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if share == "join":
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         bound.bind((host, port))
+        if share == "begin":  # not before: a port that another server shares is taken all the same
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except OSError as error:
         bound.close()
         raise OSError(error.errno, f"can't listen on {host}:{port}: {error.strerror}") from error
@@ -50,6 +67,23 @@ class BoundedHttp(HttpToolsProtocol):
     and chunk extensions have as many bytes, and are dropped. Of a request that was answered before it was whole,
     ``REST_BYTES`` are read, for ``REST_TIMEOUT_S``. ``PIPELINED`` requests may wait for the one before them.
     """
+
+    _user_header: ClassVar[bytes | None] = None
+    _proxies: ClassVar[tuple[str, ...]] = ()
+    _word: ClassVar[bytes] = b""
+
+    @classmethod
+    def believe(cls, sso: SsoConfig) -> None:
+        """Have all connections of this class believe what these settings' proxies say of users."""
+        cls._user_header = None if sso.header is None else sso.header.lower().encode()
+        cls._proxies, cls._word = tuple(sso.proxies), word_of(sso)
+
+    @classmethod
+    def believing(cls, sso: SsoConfig) -> type[BoundedHttp]:
+        """This protocol, for a server with single sign-on."""
+        made: type[BoundedHttp] = type("BoundedHttp", (cls,), {})
+        made.believe(sso)
+        return made
 
     _begun = False  # a head
     _in_message = False  # behind its head
@@ -115,9 +149,15 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """As uvicorn's, which takes trailers for headers."""
-        if not self._in_message:
-            super().on_header(name, value)
+        """As uvicorn's, which takes trailers for headers; but who the user is, only the right proxy may say."""
+        if self._in_message:
+            return
+        if self._user_header is None or name.lower() != self._user_header:
+            return super().on_header(name, value)
+        if self.client is not None and _is_among(self.client[0], self._proxies):
+            scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+            before = [scope[USER][1]] if USER in scope else []
+            scope[USER] = (self._word, b",".join([*before, value]))
 
     def on_headers_complete(self) -> None:
         self._begun, self._in_message, self._heard = False, True, True
@@ -169,3 +209,16 @@ class BoundedHttp(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def word_of(sso: SsoConfig) -> bytes:
+    """What names the word of these settings' proxies: that of others, which Ray Serve's may still have, is another."""
+    return f"user by {sso.model_dump_json()}".encode()
+
+
+@lru_cache(1024)
+def _is_among(address: str, networks: tuple[str, ...]) -> bool:
+    """Whether an address of a connection's other end is in one of these networks."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    found = getattr(found, "ipv4_mapped", None) or found
+    return any(found in ipaddress.ip_network(network) for network in networks)

@@ -10,13 +10,24 @@ import os
 import socket
 import stat
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Literal
 
 from serve.config import ServeConfig
-from serve.middleware.api_keys import LOCAL, SCOPES, ApiKey, KeyFileError, Scope, digest, id_of, local_secret, read_keys
+from serve.middleware.api_keys import (
+    ANY_USER,
+    LOCAL,
+    SCOPES,
+    ApiKey,
+    KeyFileError,
+    Scope,
+    digest,
+    id_of,
+    local_secret,
+    read_keys,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +65,8 @@ class Refused(Exception):
         self.reason: Reason = reason
 
 
-class NotLoopback(RuntimeError):
-    """Without keys, the server is for its own machine only."""
+class NeedsKeys(RuntimeError):
+    """What is set up needs keys, and there are none: without, a server is for its own machine only."""
 
 
 def scope_of(route: str) -> Scope | None:
@@ -75,6 +86,7 @@ class Keyring:
     def __init__(self, config: ServeConfig) -> None:
         self.path = Path(config.keys)
         self.off = config.auth == "off"
+        self._sso = config.sso.header
         self.on = False
         """Whether requests need a key. Once they do, only a restart changes that."""
         self.error: str | None = None
@@ -138,6 +150,23 @@ class Keyring:
         """The principal of the key with this id, as long as it is good. Raises Refused."""
         return _good(*self._get(key_id))
 
+    def key_of_user(self, user: str) -> str:
+        """The id of the key by which a user of the single sign-on gets in. Raises Refused."""
+        now = datetime.now(UTC)
+        for wanted in (user, ANY_USER):
+            named = [(key, principal) for key, principal in self._known.values() if key.sso == wanted]
+            for key, _ in named:
+                if key.state(now) == "active":
+                    return key.id
+            if named and wanted == user:  # who was shut out is not anybody
+                _good(*named[-1])
+        raise Refused("unknown", f"no key lets {user} in: an admin makes one with `millrace keys create --sso {user}`")
+
+    def principal_of_user(self, user: str) -> Principal:
+        """Who a user of the single sign-on is; of those who share a key, each by the own name. Raises Refused."""
+        key, principal = self._get(self.key_of_user(user))
+        return replace(_good(key, principal), name=f"sso:{user}") if key.sso == ANY_USER else _good(key, principal)
+
     def signing_secret(self, key_id: str) -> bytes:
         """What sessions of this key are signed with. Raises Refused."""
         if self._machine is None:
@@ -153,10 +182,17 @@ class Keyring:
             raise Refused("unknown", "there is no such key") from None
 
     def check_host(self, host: str, setting: str = "serve.host") -> None:
-        """Raises NotLoopback for a host, a name or an address, that others reach, where no key is needed."""
+        """Raises NeedsKeys where no key is needed, for a host, a name or an address, that others reach, and for users
+        of a single sign-on, who are let in by keys.
+        """
+        if self._sso is not None and not self.on:
+            why = "serve.auth is off" if self.off else f"there is no key in {self.path}"
+            raise NeedsKeys(
+                f"serve.sso lets users in by their keys, and {why}: make them with `millrace keys create --sso USER`"
+            )
         if self.on or self.off or is_loopback(host):
             return
-        raise NotLoopback(
+        raise NeedsKeys(
             f"{setting} is {host}, which others than this machine reach, and there is no key in {self.path}: make "
             "one with `millrace keys create`, or set serve.auth to off if a proxy before it authenticates requests"
         )

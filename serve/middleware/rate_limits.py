@@ -2,7 +2,8 @@
 
 A bucket earns its rate, holds what it earns in ``burst_seconds``, and pays for each request. Tokens are paid for when a
 request is admitted, as if it used all that it may, and what it did not use comes back. The buckets are in this
-process's memory; in a fleet one process has those of all replicas (``serve.fleet.rate_limit_store``).
+process's memory; of several API processes the first has those of all, in a fleet one process those of all replicas
+(``serve.fleet.rate_limit_store``).
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Limiter:
         """The buckets, if not in this process; set before the first request."""
         self._burst_seconds = burst_seconds
         self._refused = refused
-        self._buckets = Buckets(clock)
+        self.buckets = Buckets(clock)
+        """This process's own, by which the others of a server count too."""
 
     async def take_request(self, principal: Principal) -> None:
         """Pay for one request. Raises Problem 429, or 503 (``SharedBuckets``)."""
@@ -58,10 +60,10 @@ class Limiter:
     def give_back(self, principal: Principal, tokens: int) -> None:
         """Return those of ``take_tokens`` that were not used."""
         if principal.tokens_per_minute is not None and tokens > 0:
-            (self.shared or self._buckets).give_back(("tokens", principal.key), tokens)
+            (self.shared or self.buckets).give_back(("tokens", principal.key), tokens)
 
     def __len__(self) -> int:
-        return len(self._buckets)
+        return len(self.buckets)
 
     async def _take(self, limit: str, principal: Principal, per_minute: float, amount: float) -> None:
         rate = per_minute / 60
@@ -69,7 +71,7 @@ class Limiter:
         capacity = max(1.0, rate * self._burst_seconds)
         name = limit, principal.key
         if self.shared is None:
-            wait, level = self._buckets.take(name, rate, capacity, amount)
+            wait, level = self.buckets.take(name, rate, capacity, amount)
         else:
             wait, level = await self.shared.take(name, rate, capacity, amount)
         if wait == 0:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -128,6 +128,8 @@ class Swapper:
         self.failed: dict[str, Any] | None = None
         """The pointer that could not be followed, or prepared for, until another one is."""
         self.name = name
+        self.agree: Callable[[], Awaitable[None]] = _alone
+        """Has the other API processes know what serves, and returns when they do."""
         self.turn: Turn | None = None
         """What of an experiment is served at the moment, from the exchange of the weights on until the next one."""
         self.experiments = store.experiments
@@ -311,6 +313,7 @@ class Swapper:
         self._taking_turns = turn.experiment
         if turn.version != self.engine.version:
             self.turn = None  # what begins during the exchange belongs to neither
+            await self.agree()
             swap = await self.swap_to(replace(pointer, version=turn.version))
             await self._note(swap)
             if not swap.ok:
@@ -323,6 +326,7 @@ class Swapper:
             await asyncio.to_thread(self._record_served, pointer)
             self._pointer, self._seen, self.failed = pointer, pointer.generation, None
         self.turn = turn
+        await self.agree()
 
     async def _end_turns(self, pointer: Pointer) -> None:
         """Serve what the pointer names, or named: the next step follows it to where it is now.
@@ -330,6 +334,7 @@ class Swapper:
         Tried until it works: nobody has decided that the other policy may serve.
         """
         self.turn = None
+        await self.agree()
         decided = pointer if self._pointer is None or pointer.generation == self._seen else self._pointer
         if self.engine.version not in (decided.version, pointer.version):
             swap = await self.swap_to(decided)
@@ -625,6 +630,10 @@ class Swapper:
             self.broken = f"{cause}; and policy {old.policy.version} could not be put back: {_describe(failure)}"
             log.critical("the engine is stopped: %s", self.broken)
             await self.engine.close()
+
+
+async def _alone() -> None:
+    """There are no others."""
 
 
 def _describe(error: BaseException) -> str:

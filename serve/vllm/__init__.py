@@ -12,5 +12,6 @@ token), ``per_request_logprobs`` (vLLM's sampler, mended where one request asks 
 ``detokenizer`` (text of tokens while they come), ``stat_logger`` (the engine's newest numbers, for admission and
 metrics). For /v1: ``openai_handlers`` (vLLM's own OpenAI handlers over our engine), ``openai_engine`` (what they take
 for the engine: every response is recorded on its way), ``openai_request`` (one HTTP request, and what its rows say of
-it). ``compat`` (what is used beyond public interfaces, and the versions it was tested with).
+it). For training: ``tool_calls`` (calls in a response, found by vLLM's parsers). ``compat``
+(what is used beyond public interfaces, and the versions it was tested with).
 """

@@ -11,13 +11,13 @@ import multiprocessing.spawn
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from feedback.process_signals import stop_signals_blocked
 from serve.config import EngineConfig
@@ -29,6 +29,7 @@ from serve.vllm.engine_process import WaitingProcess
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.outputs import CompletionOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -59,8 +60,43 @@ SILENCED: Final = {
 """Warnings that nobody can do anything about: how they begin, by logger."""
 
 
-def prepare_server(config: EngineConfig, stopped: Callable[[], bool]) -> WaitingProcess | None:
-    """Import vLLM, and fork the engine's process where that is safe, unless ``stopped``.
+@dataclass(frozen=True)
+class EngineClient:
+    """A process that uses an engine which another one starts: the ``index``-th of ``count``, 0 being that one.
+
+    ``arguments``: the engine's; ``address``: what the sockets are called that it is to listen on.
+    """
+
+    index: int
+    count: int
+    arguments: dict[str, Any]
+    address: str
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """As vLLM's client has them."""
+        return {"input_address": f"ipc://{self.address}.in", "output_address": f"ipc://{self.address}.out"}
+
+
+class FurtherClients(Protocol):
+    """The processes that use an engine beside the one that starts it (``serve.api_processes.first``).
+
+    ``waiting``: processes that are forked already and become some of them.
+    """
+
+    count: int
+    folder: Path
+    waiting: list[WaitingProcess]
+
+    def begin(self, clients: Sequence[EngineClient]) -> None:
+        """Start them; called while the engine is launched, which none of them waits for long."""
+        ...
+
+
+def prepare_server(
+    config: EngineConfig, stopped: Callable[[], bool], further: FurtherClients | None = None
+) -> WaitingProcess | None:
+    """Import vLLM, and fork the engine's process, and ``further`` ones, where that is safe, unless ``stopped``.
 
     For the main thread. Raises IncompatibleVersion, OSError, and what an import raises.
     """
@@ -71,7 +107,10 @@ def prepare_server(config: EngineConfig, stopped: Callable[[], bool]) -> Waiting
     # engine's own interpreter reads others.
     with environment(_server_variables(config, config.threads or _all_cores_but_one())):
         _silence()
-        return engine_process.prepare(import_engine, stopped)
+        waiting = engine_process.prepare(import_engine, stopped)
+        if waiting is not None and further is not None:
+            further.waiting += [WaitingProcess("millrace api") for _ in range(further.count)]
+        return waiting
 
 
 def import_engine() -> bool:
@@ -91,12 +130,16 @@ def import_engine() -> bool:
 
 
 def server_engine(
-    config: EngineConfig, path: Path, stats: dict[str, float], waiting: WaitingProcess | None = None
+    config: EngineConfig,
+    path: Path,
+    stats: dict[str, float],
+    waiting: WaitingProcess | None = None,
+    further: FurtherClients | None = None,
 ) -> AsyncLLM:
     """Boot a server's engine on the policy in ``path``; it dies with this process. ``stats``: gets its newest numbers.
 
-    waiting: the process that becomes the engine; by default a new one. Raises IncompatibleVersion, and what vLLM
-    raises.
+    waiting: the process that becomes the engine; by default a new one. further: its clients beside this process.
+    Raises IncompatibleVersion, and what vLLM raises.
     """
     compat.require()  # the versions, before a name is imported that another one may lack
     with environment(_server_variables(config, config.threads or default_threads())):
@@ -138,16 +181,80 @@ def server_engine(
         }
         if config.tensor_parallel_size == 1:
             arguments["distributed_executor_backend"] = "uni"
+        arguments |= config.extra
         started = nullcontext() if waiting is None else engine_process.started_by(waiting)
-        with _children_die_with_this_process(), started:
+        shared = nullcontext(arguments) if further is None else _shared_by(further, arguments)
+        with _children_die_with_this_process(), started, shared as all_arguments:
             llm = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**(arguments | config.extra)),
+                AsyncEngineArgs(**all_arguments),
                 usage_context=UsageContext.ENGINE_CONTEXT,
                 stat_loggers=[lambda vllm_config, engine_index: StatLogger(stats)],
             )
-        end_token = llm.renderer.get_eos_token_id()
-        llm.renderer.get_eos_token_id = lambda: end_token  # looked for in the vocabulary at each request
+        _keep_end_token(llm)
         return llm
+
+
+def attached_engine(client: EngineClient, stats: dict[str, float]) -> AsyncLLM:
+    """Connect to an engine that another process starts, once it is ready. ``stats``: gets its own requests' numbers.
+
+    Raises IncompatibleVersion, TimeoutError, and what vLLM raises.
+    """
+    compat.require()
+    _silence()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    _log_by_environment()
+    compat.require()
+    from serve.vllm import detokenizer
+    from serve.vllm.stat_logger import StatLogger
+
+    detokenizer.install()
+    arguments = client.arguments | {"_api_process_rank": client.index}
+    llm = AsyncLLM.from_vllm_config(
+        AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT),
+        usage_context=UsageContext.ENGINE_CONTEXT,
+        stat_loggers=[lambda vllm_config, engine_index: StatLogger(stats)],
+        disable_log_stats=True,
+        client_addresses=client.addresses,
+        client_count=client.count,
+        client_index=client.index,
+    )
+    _keep_end_token(llm)
+    return llm
+
+
+def _keep_end_token(llm: AsyncLLM) -> None:
+    end_token = llm.renderer.get_eos_token_id()
+    llm.renderer.get_eos_token_id = lambda: end_token  # looked for in the vocabulary at each request
+
+
+@contextmanager
+def _shared_by(further: FurtherClients, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Have the engine that is launched meanwhile know of further clients, which begin then. Yields its arguments.
+
+    vLLM's own launcher of several API servers (``run_multi_api_server``) is none of them itself. Here the first one
+    launches the engine, as a single one does.
+    """
+    from vllm.v1.engine import core_client
+
+    launch, count = core_client.launch_core_engines, further.count + 1
+    arguments = arguments | {"_api_process_count": count}
+    clients = [EngineClient(i, count, arguments, str(further.folder / f"engine{i}")) for i in range(1, count)]
+
+    def launched(vllm_config: Any, executor_class: Any, log_stats: bool, addresses: Any) -> Any:
+        for client in clients:
+            addresses.inputs.append(client.addresses["input_address"])
+            addresses.outputs.append(client.addresses["output_address"])
+        further.begin(clients)
+        return launch(vllm_config, executor_class, log_stats, addresses)
+
+    core_client.launch_core_engines = launched
+    try:
+        yield arguments
+    finally:
+        core_client.launch_core_engines = launch
 
 
 def offline_engine(path: Path, *, extra: Mapping[str, Any] | None = None, **arguments: Any) -> LLM:
@@ -196,6 +303,18 @@ def sampling_params(**options: Any) -> SamplingParams:
     if isinstance(structured := options.get("structured_outputs"), Mapping):
         options["structured_outputs"] = StructuredOutputsParams(**structured)
     return SamplingParams(**defaults | options)
+
+
+def add_request(engine: Any, name: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    """Begin a request on an LLMEngine in this process, whose ``step`` then goes on with it."""
+    from vllm.inputs.engine import tokens_input
+
+    engine.add_request(name, tokens_input(prompt_token_ids), params)
+
+
+def spans_of(output: CompletionOutput) -> list[tuple[int, int]]:
+    """(first token, policy version) of a response that ended."""
+    return [(span.start, int(span.version)) for span in output.weight_versions or []]
 
 
 @contextmanager

@@ -31,15 +31,24 @@ class IncompatibleVersion(RuntimeError):
 USES: Final = {
     # vLLM
     "vllm.v1.engine.async_llm": (
-        "AsyncLLM.add_request AsyncLLM.check_admission AsyncLLM.collective_rpc AsyncLLM.errored",
+        "AsyncLLM.add_request AsyncLLM.check_admission AsyncLLM.collective_rpc AsyncLLM.errored "
+        "AsyncLLM.from_vllm_config",
         "serve.vllm.engine and serve.vllm.openai_engine: AsyncLLM is what vLLM's own server is built on, and promises "
         "no stable interface",
     ),
     "vllm.v1.engine.core_client": (
-        "AsyncMPClient.abort_requests_async AsyncMPClient.pause_scheduler_async AsyncMPClient.resume_scheduler_async "
-        "AsyncMPClient.set_weight_version_async",
+        "AsyncMPClient.abort_requests_async AsyncMPClient.call_utility_async AsyncMPClient.pause_scheduler_async "
+        "AsyncMPClient.resume_scheduler_async AsyncMPClient.set_weight_version_async BackgroundResources.engine_dead "
+        "BackgroundResources.output_queue_task launch_core_engines",
         "serve.vllm.engine: a swap sends pause, exchange, label and resume together: AsyncLLM.pause_generation sleeps "
-        "20 ms after each pause, and AsyncLLM.abort answers without the tokens that the engine has",
+        "20 ms after each pause, and AsyncLLM.abort answers without the tokens that the engine has. A client that did "
+        "not start the engine does not hear that it was killed, and a dead client's requests end by an own method of "
+        "the core. serve.vllm.boot: several clients are for vLLM's own launcher of API servers "
+        "(run_multi_api_server), which serves nothing itself, and would start ours",
+    ),
+    "vllm.engine.arg_utils": (
+        "AsyncEngineArgs._api_process_count AsyncEngineArgs._api_process_rank",
+        "serve.vllm.boot: what a client of an engine that has several must know, as vLLM's own API servers do",
     ),
     "vllm.v1.engine.utils": (
         "get_mp_context",
@@ -61,9 +70,10 @@ USES: Final = {
         "serve.vllm.response_collector: what vLLM chooses itself on a GPU (SchedulerConfig.get_scheduler_cls)",
     ),
     "vllm.v1.engine.core": (
-        "EngineCore.get_weight_version",
+        "EngineCore.abort_requests EngineCore.get_weight_version EngineCoreProc._handle_client_request",
         "serve.vllm.response_collector: the label of each step's tokens. EngineCore.__init__ hands its scheduler no "
-        "reference to itself, so the scheduler takes it from the frame that constructs it",
+        "reference to itself, so the scheduler takes it from the frame that constructs it. What a client may call is "
+        "looked up among the core's attributes by name",
     ),
     "vllm.v1.engine": (
         "EngineCoreOutput.kv_transfer_params EngineCoreOutputs.weight_version FinishReason.ABORT",
@@ -74,8 +84,8 @@ USES: Final = {
     ),
     "vllm.v1.request": (
         "Request RequestStatus.RUNNING",
-        "serve.vllm.response_collector: skip_reading_prefix_cache keeps waiting requests from the old policy's "
-        "prefixes after a swap",
+        "serve.vllm.response_collector: skip_reading_prefix_cache keeps waiting requests, and those that name an older "
+        "load in their cache_salt, from the old policy's prefixes after a swap; client_index says whose one is",
     ),
     "vllm.v1.engine.detokenizer": (
         "FastIncrementalDetokenizer.decode_next FastIncrementalDetokenizer.get_next_output_text "
@@ -183,6 +193,10 @@ USES: Final = {
         "JobConfig._runtime_env_has_working_dir",
         "serve.local_ray.cluster: Ray puts the driver's working directory first on its workers' path unless this says "
         "that the runtime environment has one",
+    ),
+    "ray.dashboard.modules.dashboard_sdk": (
+        "SubmissionClient._do_request",
+        "train.cluster_job: the client of the job API waits for an answer for ever, with no setting",
     ),
     "ray._private.worker": (
         "_global_node",

@@ -32,7 +32,8 @@ from serve.generation.request import Sampling as Sampling
 from serve.generation.request import sampled_logprobs as sampled_logprobs
 from serve.generation.tokenizer import Text
 from serve.policies.store import Policy
-from serve.vllm.boot import prepare_server, sampling_params, server_engine
+from serve.vllm.boot import EngineClient as EngineClient
+from serve.vllm.boot import FurtherClients, attached_engine, prepare_server, sampling_params, server_engine, spans_of
 from serve.vllm.engine_process import WaitingProcess
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class Engine:
         self._background: set[asyncio.Task[Any]] = set()
         self.processes: list[int] = []
         """Ids of the worker processes."""
+        self.further: FurtherClients | None = None
+        """Other processes that use the engine; set before ``prepare``."""
+        self.on_load: Callable[[], None] = lambda: None
+        """Called when another load of a policy serves."""
 
     # Start and stop
 
@@ -102,7 +107,7 @@ class Engine:
         be imported.
         """
         try:
-            self._waiting = prepare_server(self.config, stopped)
+            self._waiting = prepare_server(self.config, stopped, self.further)
         except Exception as error:
             raise EngineError(f"vLLM can't start: {error}") from error
 
@@ -145,10 +150,39 @@ class Engine:
         if self._given_up:
             raise EngineError("the server was stopped")
         # Kept here, so that close() stops it if the start was cancelled.
-        self._llm = server_engine(self.config, path, self.stats, self._waiting)
+        self._llm = server_engine(self.config, path, self.stats, self._waiting, self.further)
+
+    async def attach(self, client: EngineClient) -> None:
+        """Use the engine of another process, which ``follow`` tells of. Raises EngineError."""
+
+        def attach() -> None:
+            self._llm = attached_engine(client, self.stats)
+
+        try:
+            await asyncio.to_thread(attach)
+        except Exception as error:
+            raise EngineError(f"API process {client.index} can't use the engine: {error}") from error
+
+    def follow(self, version: int, cache_salt: str) -> None:
+        """In a process that has attached itself: what serves from now on."""
+        self.version, self.cache_salt = version, cache_salt
+
+    def give_up_requests(self) -> None:
+        """In a process that has attached itself: the engine has died, and requests end with that error."""
+        if self._llm is not None and (reading := self._llm.engine_core.resources.output_queue_task) is not None:
+            self._llm.engine_core.resources.engine_dead = True
+            reading.cancel()
+
+    async def abandon(self, client: int) -> int:
+        """End the requests of a process that has attached itself and died; how many there were. Raises EngineError."""
+        async with self._within(_ABORT_TIMEOUT_S):
+            return int(await self.llm.engine_core.call_utility_async("millrace_abandon", client))
 
     async def close(self) -> None:
-        """Stop the engine's process. Requests still in flight are lost; may be called twice."""
+        """Stop the engine's process. Requests still in flight are lost; may be called twice.
+
+        In a process that has attached itself: let go of it.
+        """
         if self._waiting is not None:
             self._waiting.close()
         llm, self._llm = self._llm, None
@@ -471,6 +505,7 @@ class Engine:
         self.version = version
         self._loads += 1
         self.cache_salt = f"{version}.{self._loads}"
+        self.on_load()
 
     def _response_text(self, output: CompletionOutput, prompt: list[int]) -> str:
         # The token that ended the response is part of it, but not of its text.
@@ -514,11 +549,6 @@ def note_first_token(output: RequestOutput, progress: GenerationProgress) -> Non
     if progress.first_token_ms is None and (metrics := output.metrics) is not None:
         progress.queue_ms = _milliseconds(metrics.scheduled_ts - metrics.queued_ts)
         progress.first_token_ms = _milliseconds(metrics.first_token_latency)
-
-
-def spans_of(output: CompletionOutput) -> list[tuple[int, int]]:
-    """(first token, policy version) of a response that ended."""
-    return [(span.start, int(span.version)) for span in output.weight_versions or []]
 
 
 def _milliseconds(seconds: float) -> float:

@@ -38,8 +38,8 @@ _POLL_S: Final = 0.05
 class WaitingProcess:
     """A child of this process that does nothing until ``start`` gives it something to run. For the main thread."""
 
-    def __init__(self) -> None:
-        """Raises OSError if the machine has no room for it."""
+    def __init__(self, title: str = "millrace engine") -> None:
+        """``title``: what it is called among processes. Raises OSError if the machine has no room for it."""
         resource_tracker.ensure_running()  # the child is to share ours
         parent = os.getpid()
         orders, self._orders = os.pipe()
@@ -51,7 +51,7 @@ class WaitingProcess:
             with stop_signals_blocked():  # in the child for good: it acts on its parent's signals alone
                 self.pid = os.fork()
                 if self.pid == 0:
-                    _wait(parent, orders, alive)
+                    _wait(parent, orders, alive, title)
         except OSError:
             os.close(self._orders)
             os.close(self.sentinel)
@@ -144,17 +144,26 @@ def started_by(waiting: WaitingProcess) -> Iterator[None]:
         utils.get_mp_context = before
 
 
+def start(
+    target: Callable[..., None], arguments: tuple[Any, ...], name: str, waiting: WaitingProcess | None
+) -> SpawnProcess:
+    """Run a function of a module in a process: the waiting one, or a new interpreter. Raises what pickling raises."""
+    process_object: SpawnProcess = _Context(waiting).Process(target=target, args=arguments, name=name)
+    process_object.start()
+    return process_object
+
+
 class _Context(SpawnContext):
     """multiprocessing's, whose process is the waiting one."""
 
-    def __init__(self, waiting: WaitingProcess) -> None:
+    def __init__(self, waiting: WaitingProcess | None) -> None:
         vars(self)["Process"] = partial(_Process, waiting)
 
 
 class _Process(SpawnProcess):
     """A process as multiprocessing has it, without what it is started by where it is sent there."""
 
-    def __init__(self, waiting: WaitingProcess, *args: Any, **named: Any) -> None:
+    def __init__(self, waiting: WaitingProcess | None, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._waiting = waiting
 
@@ -196,13 +205,13 @@ class _Popen(popen_fork.Popen):
         self.finalizer = util.Finalize(self, _close, self._waiting.file_descriptors)
 
 
-def _wait(parent: int, orders: int, alive: int) -> NoReturn:
+def _wait(parent: int, orders: int, alive: int, title: str) -> NoReturn:
     """The child: wait, run what it is given, end. It ends with its parent, and where nothing comes."""
     code = 1
     try:
         end_with_parent(parent)
         with suppress(ImportError):  # vLLM names its processes where it can, which it can't once variables have changed
-            importlib.import_module("setproctitle").setproctitle("millrace engine")
+            importlib.import_module("setproctitle").setproctitle(title)
         leave_locks()
         _close_others(0, 1, 2, orders, alive, resource_tracker.getfd())
         with open(orders, "rb", closefd=False) as pipe:

@@ -19,8 +19,8 @@ from serve.engine import EngineDead, EngineError, EngineRefused
 from serve.generation.request import Generation, GenerationProgress, nothing_was_left, sampled_logprobs
 from serve.http import Problem, field_problem
 from serve.recorded_request import RecordedPrompt
-from serve.vllm.boot import request_errors
-from serve.vllm.engine import Engine, note_first_token, spans_of
+from serve.vllm.boot import request_errors, spans_of
+from serve.vllm.engine import Engine, note_first_token
 from serve.vllm.openai_request import Interrupted, OpenAIRequest, current
 
 if TYPE_CHECKING:

@@ -93,8 +93,11 @@ class ResponseCollector(_Base):
         self._collected: dict[str, _Collected] = {}
         self._cut_off: list[Request] = []
         self._core = _constructing_core()
+        self._core.millrace_abandon = self.abandon  # clients call methods of the core, by name
         self._stats_due = 0.0
         self._seen_version = ""
+        self._loads: set[str] = set()  # of the version that serves, as the requests since have named them
+        self._past_loads: set[str] = set()
         handle_parent_signals()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -103,14 +106,18 @@ class ResponseCollector(_Base):
         Requests that have waited since before a swap compute their prompt under the new policy; what they would find
         cached under their salt is of the old one.
         """
-        if (version := self._version()) != self._seen_version:
-            self._seen_version = version
-            for request in self.requests.values():
-                if request.status != RequestStatus.RUNNING:
-                    request.skip_reading_prefix_cache = True
+        self._note_swap()
         return super().schedule(*args, **kwargs)
 
     def add_request(self, request: Request) -> None:
+        """As vLLM's. One that was sent by a process which had not heard of a swap yet is as one that waited."""
+        self._note_swap()
+        if request.cache_salt is not None:
+            load = ".".join(request.cache_salt.split(".", 2)[:2])  # behind it, a client's own salt
+            if load in self._past_loads:
+                request.skip_reading_prefix_cache = True
+            else:
+                self._loads.add(load)
         super().add_request(request)
         parameters = request.sampling_params
         if parameters is not None and parameters.extra_args and MARK in parameters.extra_args:
@@ -128,6 +135,10 @@ class ResponseCollector(_Base):
     ) -> dict[int, EngineCoreOutputs]:
         """As vLLM's, without the outputs that are collected."""
         by_client: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        for client, outputs in list(by_client.items()):
+            if client != 0 and outputs.scheduler_stats is not None:  # the first process hands them on
+                by_client.setdefault(0, EngineCoreOutputs()).scheduler_stats = outputs.scheduler_stats
+                outputs.scheduler_stats = None
         if self._collected:
             version = self._version()
             for outputs in by_client.values():
@@ -153,6 +164,24 @@ class ResponseCollector(_Base):
         self._stats_due = now + _STATS_EVERY_S
         stats: SchedulerStats | None = super().make_stats(*args, **kwargs)
         return stats
+
+    def abandon(self, client: int) -> int:
+        """End all requests of a client that has died, and say nothing to it; how many there were."""
+        request_ids = [request.request_id for request in self.requests.values() if request.client_index == client]
+        self._core.abort_requests(request_ids)
+        self._cut_off = [request for request in self._cut_off if request.client_index != client]
+        for request_id in request_ids:
+            self._collected.pop(request_id, None)
+        return len(request_ids)
+
+    def _note_swap(self) -> None:
+        if (version := self._version()) != self._seen_version:
+            self._seen_version = version
+            self._past_loads |= self._loads
+            self._loads.clear()
+            for request in self.requests.values():
+                if request.status != RequestStatus.RUNNING:
+                    request.skip_reading_prefix_cache = True
 
     def _passes(self, output: EngineCoreOutput, version: str) -> bool:
         collected = self._collected.get(output.request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from deploy import initialise
 from deploy.config import root
 from deploy.config.root import Settings
 from deploy.config.sources import ENV_PREFIX
+from feedback.files import locked
 from loadtests.server import free_port
 
 
@@ -79,6 +81,7 @@ def settings(tmp_path: Path) -> Settings:
             ("feedback.scoring.rules.exact.ready", "exact_match"),
             ("train.rollout.max_tokens", "32"),
             ("cycle.stop_grace_s", "2"),
+            ("feedback.lake.lock_timeout_s", "600"),
         ],
     )
 
@@ -87,6 +90,15 @@ def settings(tmp_path: Path) -> Settings:
 def home_with_policy(settings: Settings, model: Path) -> Settings:
     initialise.initialise(settings, str(model), revision=None, who="tests")
     return settings
+
+
+@contextmanager
+def scoring_waits(settings: Settings) -> Iterator[None]:
+    """A cycle that begins in the block stays in its first stage, which waits to seal the journal."""
+    journal = Path(settings.resolved().feedback.journal.folder)
+    journal.mkdir(parents=True, exist_ok=True)
+    with locked(journal / ".seal.lock", 60):
+        yield
 
 
 @pytest.fixture
@@ -114,7 +126,7 @@ def nothing_left() -> Iterator[Callable[[], list[str]]]:
         return found
 
     yield left
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while left() and time.monotonic() < deadline:
         time.sleep(0.1)
     del os.environ["MILLRACE_TEST_MARK"]

@@ -113,5 +113,5 @@ def test_an_evaluation_goes_on_in_an_engine_of_its_own_where_the_resident_worker
     with LentEngine._of(ours, policy, CONFIG) as lent, OfflineEngine(policy.path, CONFIG) as own:
         assert same(do_all(lent, suite), do_all(own, suite))
         assert lent.where == "own"
-    lender.join(10)
+    lender.join(120)
     assert "goes on in an engine of its own" in caplog.text

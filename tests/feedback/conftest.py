@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lake(tmp_path: Path) -> Lake:
-    made = Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=20))
+    made = Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=60))
     made.create()
     return made
 

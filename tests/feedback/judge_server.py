@@ -108,4 +108,4 @@ def judge_server(script: Script) -> Iterator[JudgeServer]:
     finally:
         http.shutdown()
         http.server_close()
-        thread.join(10)
+        thread.join(120)

@@ -119,7 +119,7 @@ def test_a_lock_does_not_outlive_its_process_in_a_fork_that_leaves_it(tmp_path: 
             assert holder.stdout.readline() == "left\n"
             assert files.is_locked(tmp_path / "lock")  # its own process holds it still
             holder.kill()
-            holder.wait(60)
+            holder.wait(180)
             with files.locked(tmp_path / "lock", 0):
                 pass
         finally:

@@ -60,7 +60,7 @@ def test_resident_workers_hear_their_user_behind_a_crowd_of_another_one(monkeypa
         accepting = threading.Thread(target=accept)
         accepting.start()
         ours = resident_socket.connect(start=True)
-        accepting.join(30)
+        accepting.join(120)
         assert ours is not None
         assert len(heard) == 1
         ours.close()

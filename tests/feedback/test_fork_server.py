@@ -110,7 +110,7 @@ def test_the_signal_mask_and_the_niceness_are_the_requesters(server: subprocess.
     try:
         code = (
             "import os, sys; os.nice(3); from feedback import fork_server as f\n"
-            "p = f.fork(sys.argv[1:], patience=60); sys.exit(p.wait(60))"
+            "p = f.fork(sys.argv[1:], patience=60); sys.exit(p.wait(180))"
         )
         command = [sys.executable, "-c", code, *program(tmp_path, PROGRAM)]
         done = subprocess.run(command, env=variables(server), capture_output=True, timeout=PATIENCE_S, check=True)
@@ -151,7 +151,7 @@ def test_it_ends_with_its_requester_and_with_its_server(
     sleeper = program(tmp_path, "import time; time.sleep(600)")
     code = (
         "import sys; from feedback import fork_server as f\n"
-        "p = f.fork(sys.argv[1:], patience=60); print(p.pid, flush=True); print(p.wait(60), flush=True)"
+        "p = f.fork(sys.argv[1:], patience=60); print(p.pid, flush=True); print(p.wait(180), flush=True)"
     )
     command = [sys.executable, "-c", code, *sleeper]
     with subprocess.Popen(command, env=variables(server), stdout=subprocess.PIPE, text=True) as requester:
@@ -352,6 +352,18 @@ def test_what_was_forked_can_be_killed_while_its_server_hangs(server: subprocess
     process.kill()
     _until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
     server.send_signal(signal.SIGCONT)
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_that_it_has_ended_is_noticed_while_its_server_hangs(
+    server: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = run(server, program(tmp_path, "import time; time.sleep(600)"), tmp_path / "out")
+    assert process is not None
+    server.send_signal(signal.SIGSTOP)
+    assert process.poll() is None
+    process.kill()
+    monkeypatch.setattr(fork_server, "_ANSWER_S", 0.1)
     assert process.wait(PATIENCE_S) == -signal.SIGKILL
 
 

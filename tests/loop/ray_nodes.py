@@ -57,7 +57,7 @@ class Node:
 
     def kill(self) -> None:
         """Kill all of its processes at once, as a loss of power does."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while pids := subprocess.check_output(["ip", "netns", "pids", self.space], text=True).split():
             assert time.monotonic() < deadline, pids
             for pid in pids:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,9 @@ from tests.loop.ray_nodes import HEAD, WORKER, Node, can_make_networks, two_node
 from tests.serve.conftest import SERVER
 from train.checkpoint.folders import checkpoints
 from train.config.training import TrainConfig
-from train.context import JobContext
-from train.launch import JobError, run_job
+from train.context import JobContext, JobResult
+from train.launch import run_job
+from train.run.restarts import read_restarts
 from train.run.resume import checkpoints_of
 
 pytestmark = [
@@ -169,30 +170,38 @@ def rows(home: Path) -> list[dict[str, Any]]:
         return connection.sql("SELECT replica, status FROM interactions").to_arrow_table().to_pylist()
 
 
-def test_a_training_on_two_nodes_of_which_one_dies_goes_on_from_its_checkpoint_to_the_same_weights(
+def test_a_training_on_two_nodes_of_which_one_dies_goes_on_by_itself_to_the_same_weights_or_on_fewer_ranks(
     nodes: tuple[Node, Node], home: Path
 ) -> None:
     _, worker = nodes
-    config = TrainConfig.model_validate(TRAIN)
 
     def context(run: str) -> JobContext:
         others = {"reward": "users_code:reward", "parent": 1, "python_path": [str(home)]}
         return JobContext.model_validate(job_context(home, run, **others))
 
-    whole = run_job(config, context("whole"))
-    with ThreadPoolExecutor(1) as pool:
-        broken: Future[Any] = pool.submit(run_job, config, context("broken"))
-        folder = checkpoints_of(context("broken"))
-        while not (folder.exists() and checkpoints(folder)):
-            assert not broken.done(), broken.exception()
-            time.sleep(0.01)
-        worker.kill()
-        with pytest.raises(JobError, match="broken failed") as failure:
-            broken.result(PATIENCE_S)
-    print(failure.value)
-    worker.start()
-    again = run_job(config, context("broken"))
+    def broken(run: str, meanwhile: Callable[[], None] = lambda: None, **settings: Any) -> JobResult:
+        """The result of a run whose second node dies after its first checkpoint."""
+        config = TrainConfig.model_validate({**TRAIN, **settings})
+        with ThreadPoolExecutor(1) as pool:
+            result: Future[JobResult] = pool.submit(run_job, config, context(run))
+            folder = checkpoints_of(context(run))
+            while not (folder.exists() and checkpoints(folder)):
+                assert not result.done(), result.exception()
+                time.sleep(0.01)
+            worker.kill()
+            meanwhile()
+            return result.result(PATIENCE_S)
+
+    whole = run_job(TrainConfig.model_validate(TRAIN), context("whole"))
+    again = broken("again", worker.start)
     folders = [home / "policies" / f"v{run.candidate or 0:06d}" for run in (whole, again)]
     assert folders[0] != folders[1]
     first, second = ((folder / "model.safetensors").read_bytes() for folder in folders)
     assert first == second
+    assert [(one.kind, one.ranks) for one in read_restarts(context("again").folder)] == [("lost", 2)]
+    # A rank on each of two nodes is one rank where there is one node.
+    apart = {"pools": {"all": {"strategy": "STRICT_SPREAD"}}}
+    fewer = broken("fewer", placement=apart, restarts={"wait_s": 5})
+    worker.start()
+    assert fewer.candidate is not None
+    assert [(one.kind, one.ranks) for one in read_restarts(context("fewer").folder)] == [("lost", 1)]

@@ -22,11 +22,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from feedback.config import LakeConfig
+from feedback.fork_server import ForkedProcess
 from feedback.lake.tables import Lake
 from loadtests.server import free_port
 from loadtests.tiny_model import make_model_folder
 from serve.policies.store import Pointer, PolicyStore
 from tests.paths import ROOT
+from tests.processes import start_forked
 
 
 @cache
@@ -62,18 +64,7 @@ def store(tmp_path: Path) -> PolicyStore:
 START_TIMEOUT_S = 600
 """So much because other tests run meanwhile; a server that ends is not waited for."""
 
-SERVER = """
-import json, sys
-from feedback.config import FeedbackConfig
-from serve.config import ServeConfig
-settings = json.loads(sys.argv[1])
-config = ServeConfig(**settings["serve"])
-if config.fleet.is_one:
-    from serve.app import run
-else:
-    from serve.fleet.deployment import run
-run(config, FeedbackConfig(**settings["feedback"]))
-"""
+SERVER = ROOT / "tests" / "serve" / "server_process.py"
 
 
 @dataclass
@@ -82,7 +73,7 @@ class LiveServer:
 
     home: Path
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     store: PolicyStore
     log: Path
 
@@ -102,11 +93,11 @@ class LiveServer:
         pointer = self.store.serving()
         return self.store.promote(version, expected=pointer.version if pointer else None, who="test", why="test")
 
-    def settle(self, pointer: Pointer, timeout: float = 30) -> dict[str, Any]:
+    def settle(self, pointer: Pointer, timeout: float = 120) -> dict[str, Any]:
         """Wait until the server has acted on the pointer, well or not; returns ``GET /policy``."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            policy: dict[str, Any] = httpx.get(f"{self.url}/policy").json()
+            policy: dict[str, Any] = httpx.get(f"{self.url}/policy", timeout=60).json()
             if (
                 policy["generation"] == pointer.generation
                 or (policy["failed"] or {}).get("generation") == pointer.generation
@@ -116,8 +107,13 @@ class LiveServer:
         raise TimeoutError(f"generation {pointer.generation} was not acted on; {self.log.read_text()[-2000:]}")
 
 
-def start_server(home: Path, store: PolicyStore, capture: dict[str, Any] | None = None, **serve: Any) -> LiveServer:
-    """Start a server process on a free port and wait until it is ready. The user's modules are in ``home``."""
+def start_server(
+    home: Path, store: PolicyStore, capture: dict[str, Any] | None = None, *, forked: bool = True, **serve: Any
+) -> LiveServer:
+    """Start a server process on a free port and wait until it is ready. The user's modules are in ``home``.
+
+    ``forked``: from a process that has imported vLLM, of which a fleet's replicas would have nothing.
+    """
     port = free_port()
     settings = {
         "serve": {
@@ -141,14 +137,14 @@ def start_server(home: Path, store: PolicyStore, capture: dict[str, Any] | None 
         },
     }
     log = home / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, json.dumps(settings)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(home)},
-        )
+    arguments, variables = [str(SERVER), json.dumps(settings)], os.environ | {"PYTHONPATH": str(home)}
+    process: subprocess.Popen[bytes] | ForkedProcess
+    if forked and "fleet" not in serve:
+        process = start_forked(arguments, log, variables)
+    else:
+        with log.open("wb") as output:
+            command = [sys.executable, *arguments]
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=variables)
     server = LiveServer(home, f"http://127.0.0.1:{port}", process, store, log)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
@@ -165,7 +161,7 @@ def stop_server(server: LiveServer) -> int:
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGTERM)
     try:
-        return server.process.wait(60)
+        return server.process.wait(180)
     except subprocess.TimeoutExpired:
         server.process.kill()
         raise
@@ -179,7 +175,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, model_folders: list[Path]) 
     for number, folder in enumerate(model_folders):
         store.publish(folder, parent=number or None, lineage={"test": True}, metrics={})
     store.promote(1, expected=None, who="test", why="first")
-    live = start_server(home, store)
+    live = start_server(home, store, forked=False)  # as `millrace serve` is, for most tests
     yield live
     stop_server(live)
 

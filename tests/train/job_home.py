@@ -58,6 +58,9 @@ class Diary(Hook):
     def on_step(self, step, metrics):
         self.note("step", step)
 
+    def on_evaluation(self, step, answers):
+        return {"mean_tokens": sum(len(answer.response.token_ids) for answer in answers) / len(answers)}
+
     def on_checkpoint(self, steps, folder):
         self.note("checkpoint", steps)
         for weights in folder.parent.parent.glob("best/step-*/candidate/model.safetensors"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -9,13 +10,20 @@ from typing import Any
 
 import torch
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=600)
+_IMPORTED = ["train.workers.actor", "tests.train.tiny_models", "torch.testing"]
 
 
 def run_ranks(count: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """What ``function(rank, folder, *arguments)`` returns on each rank; it is kept in ``folder`` for ``found_by``."""
-    torch.multiprocessing.spawn(_run, (count, function, folder, arguments), nprocs=count)
+    start_ranks(_run, (count, function, folder, arguments), count)
     return found_by(count, folder)
+
+
+def start_ranks(run: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
+    """``run(rank, *arguments)`` in a process each, forked from one that has imported torch and transformers."""
+    multiprocessing.set_forkserver_preload(_IMPORTED)  # does nothing once it runs
+    torch.multiprocessing.start_processes(run, arguments, nprocs=count, start_method="forkserver")
 
 
 def found_by(count: int, folder: Path) -> list[Any]:

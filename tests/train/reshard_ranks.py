@@ -1,6 +1,7 @@
-"""Run by torchrun for test_reshard.py: ranks that train and generate one small model, and what must hold of them.
+"""Run by torchrun for test_weight_sync.py: ranks that train and generate one small model, and what must hold of them.
 
-Prints one JSON object from rank 0: name of each check -> None, or the traceback of the rank where it failed.
+Arguments: the policy, the ranks of an engine, the ranks that share each layer in training. Prints one JSON object from
+rank 0: name of each check -> None, or the traceback of the rank where it failed.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from deploy.examples.bench import reshard_table as table
-from deploy.examples.bench.reshard import ReceivedBytes
+from deploy.examples.bench.reshard import ReceivedBytes, least_received
+from train.batch.packed import PackedBatch, Rollout
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
-from train.model.fsdp import build
-from train.model.mesh import make_meshes
+from train.model.fsdp import build, token_log_probs
+from train.model.mesh import make_meshes, mesh_sizes
 from train.weight_sync.gather import gather
 from train.weight_sync.slices import ReshardError
 from train.weight_sync.sync import WeightSync
@@ -34,14 +36,15 @@ DTYPE = torch.bfloat16
 class Ranks:
     """All ranks: a model in training, an engine, the plan between them."""
 
-    def __init__(self, policy: Path) -> None:
+    def __init__(self, policy: Path, engine: int, training: int) -> None:
         count = torch.distributed.get_world_size()
         self.config = TrainConfig.model_validate(
             {
                 "ranks": count,
                 "dtype": "bfloat16",
+                "fsdp": {"tensor_parallel": training},
                 "rollout": {
-                    "tensor_parallel_size": 2,
+                    "tensor_parallel_size": engine,
                     "max_model_len": 64,
                     "max_tokens": 8,
                     "max_num_seqs": 4,
@@ -50,7 +53,7 @@ class Ranks:
             }
         )
         self.policy = policy
-        self.meshes = make_meshes("cpu", tensor_parallel_size=2)
+        self.meshes = make_meshes("cpu", **mesh_sizes(self.config, count))
         self.model = build(policy, dtype=DTYPE, meshes=self.meshes, activation_checkpointing=True)
         peers: Any = {"actor": SimpleNamespace(model=self.model)}
         self.llm = RolloutWorker(policy=policy, config=self.config, seed=0, peers=peers).llm
@@ -67,7 +70,7 @@ def plan_gives_the_weights_that_vllms_own_loaders_give(ranks: Ranks) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(expected.values(), computed(ranks.engine).values(), strict=True))
     change(ranks.model, 1)
     with torch.no_grad():  # leaves what is outside the layers gathered, in the compute dtype
-        ranks.model(input_ids=torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
+        token_log_probs(ranks.model, PackedBatch.pack([Rollout([5], [6], [0.0], 0.0, 0)]))
     checked = ranks.weight_sync.run(checked_tensors=10**9)
     assert set(checked) == set(ranks.weight_sync.held)
     for name, values in computed(ranks.engine).items():
@@ -80,6 +83,15 @@ def what_is_received_is_what_the_plan_says(ranks: Ranks) -> None:
     assert counter.received == ranks.weight_sync.plan.received * DTYPE.itemsize
     assert len(ranks.weight_sync.plan.buckets) > 3, "the buckets must be small enough for several"
     assert ranks.weight_sync.plan.largest_exchange * DTYPE.itemsize <= 2**13
+
+
+def what_moves_is_nearly_the_least(ranks: Ranks) -> None:
+    plan, count = ranks.weight_sync.plan, ranks.config.ranks
+    with ReceivedBytes() as counter:
+        ranks.weight_sync.run()
+    assert counter.received == plan.received * DTYPE.itemsize
+    everything = sum(p.numel() for p in ranks.model.parameters())
+    assert plan.received - least_received(ranks.weight_sync, count) <= 0.02 * everything
 
 
 def loaders_ask_for_the_slices_that_the_table_is_computed_from(ranks: Ranks) -> None:
@@ -136,6 +148,14 @@ def a_loader_that_computes_is_refused_by_name(ranks: Ranks) -> None:
         del weight.weight_loader
 
 
+CHECKS_OF_SLICES = [
+    plan_gives_the_weights_that_vllms_own_loaders_give,
+    what_moves_is_nearly_the_least,
+    an_adapter_arrives_merged,
+    weights_that_arrive_changed_are_found_and_named,
+]
+"""Of a model trained with tensor parallelism."""
+
 CHECKS = [
     plan_gives_the_weights_that_vllms_own_loaders_give,
     what_is_received_is_what_the_plan_says,
@@ -174,9 +194,10 @@ def _computed(engine: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    ranks = Ranks(Path(sys.argv[1]))
+    engine, training = map(int, sys.argv[2:])
+    ranks = Ranks(Path(sys.argv[1]), engine, training)
     results: dict[str, str | None] = {}
-    for check in CHECKS:
+    for check in CHECKS if training == 1 else CHECKS_OF_SLICES:
         results[check.__name__] = everywhere(check, ranks)
     if torch.distributed.get_rank() == 0:
         print(json.dumps(results), flush=True)

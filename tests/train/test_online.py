@@ -29,7 +29,9 @@ def online(prompts: int = 12, logged: list[list[Rollout]] | None = None, **setti
     config = TrainConfig.model_validate({"data": {"prompts_per_step": 4}, **settings})
     asked = Cycled([Prompt(None, None, [i]) for i in range(prompts)], config.data.fresh_prompts_per_step, "1")
     traffic = Cycled(logged or [], config.data.traffic_prompts_per_step, "1")
-    return Online(Run(config, CONTEXT, None, TrainingData(asked, traffic, "", 0, ""), 1, StepTimer()))  # type: ignore[arg-type]
+    return Online(
+        Run(config, CONTEXT, None, TrainingData(asked, traffic, "", 0, ""), 1, StepTimer(), lambda step, answers: {})
+    )  # type: ignore[arg-type]
 
 
 def groups(*rewards: list[float], fresh: bool = True) -> list[Rollout]:
@@ -175,3 +177,4 @@ def test_rewards_of_consecutive_rows_are_joined_by_component() -> None:
     joined = Rewards([1.0, None, 2.0], {"a": [1.0, None, 2.0]}, {"a": [None, "why", None]}, [None, None, [0.5, 1.5]])
     assert Rewards.joined(parts) == joined
     assert Rewards.joined(parts[:1]) == parts[0]
+    assert Rewards.joined([joined.row(number) for number in range(3)]) == joined

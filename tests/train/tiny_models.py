@@ -22,7 +22,7 @@ from transformers import (
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
-from train.model.mesh import Meshes
+from train.model.mesh import batch_parts
 
 SIZES = {
     "vocab_size": 67,
@@ -85,10 +85,10 @@ def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def own_part(batch: PackedBatch, meshes: Meshes) -> torch.Tensor:
-    """The sequences that dispatch gives to this rank: ranks that share sequences have the same."""
-    share = 1 if meshes.sp is None else meshes.sp.size()
-    return batch.balanced(torch.distributed.get_world_size() // share)[torch.distributed.get_rank() // share]
+def own_part(batch: PackedBatch, **sizes: int) -> torch.Tensor:
+    """The sequences that dispatch gives to this rank, with meshes of these sizes: who shares them has the same."""
+    parts = batch_parts(torch.distributed.get_world_size(), **sizes)
+    return batch.balanced(max(parts) + 1)[parts[torch.distributed.get_rank()]]
 
 
 def plain_log_probs(model: Any, batch: PackedBatch) -> torch.Tensor:

@@ -6,14 +6,14 @@ An algorithm of your own is a subclass, named in the config as ``train.algorithm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from train.batch.packed import PackedBatch
+from train.batch.packed import PackedBatch, Rollout
 from train.config.algorithms import AlgorithmConfig
-from train.objectives.advantages import response_rewards, token_rewards
+from train.objectives.advantages import by_episode, by_turn, response_rewards, token_rewards
 from train.objectives.corrections import importance_weights
 from train.objectives.kl import ESTIMATORS
 from train.objectives.losses import AGGREGATIONS, clipped_surrogate, token_ratio
@@ -62,6 +62,10 @@ class Algorithm:
         """The settings, with those set that are unset and follow from the rewards of what is learned from; offline."""
         return self.config
 
+    def kept(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """Of rewarded responses those that are learned from; the others are not computed."""
+        return rollouts
+
     def advantages(self, batch: PackedBatch) -> Tensor:
         """float32 [T]: how much better each response token was than expected. ``batch`` is that of the whole step."""
         raise NotImplementedError
@@ -106,8 +110,16 @@ class PolicyGradient(Algorithm):
     """
 
     def rewards(self, batch: PackedBatch) -> Tensor:
-        """float32 [S]: what each response was worth, less its KL if that is in the reward."""
+        """float32 [S]: what each response, or its whole episode, was worth, less its KL if that is in the reward."""
         return response_rewards(batch, *self._kl_in_the_reward())
+
+    def compared(self, batch: PackedBatch, compare: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """float32 [T]: what ``compare`` makes of the rewards and groups, [N] each, of episodes, or of turns.
+
+        A response without an environment is an episode of one turn; ``train.algorithm.credit`` decides.
+        """
+        credited = (by_turn if self.config.credit == "turn" else by_episode)(self.token_rewards(batch), batch)
+        return compare(credited.rewards, credited.groups)[credited.of_token]
 
     def token_rewards(self, batch: PackedBatch) -> Tensor:
         """float32 [T]: what came with each token, or all with the last, less each one's KL if that is in it."""

@@ -8,6 +8,8 @@ all (aggregation constant_length).
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from train.algorithms.base import PolicyGradient
@@ -19,4 +21,4 @@ class DrGRPO(PolicyGradient):
     compares_groups = True
 
     def advantages(self, batch: PackedBatch) -> Tensor:
-        return batch.per_token(group_relative(self.rewards(batch), batch.groups, normalise_by_std=False))
+        return self.compared(batch, partial(group_relative, normalise_by_std=False))

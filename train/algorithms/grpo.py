@@ -7,6 +7,8 @@ the mean over responses of the mean over a response's tokens, and the KL to the 
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from train.algorithms.base import PolicyGradient
@@ -18,4 +20,4 @@ class GRPO(PolicyGradient):
     compares_groups = True
 
     def advantages(self, batch: PackedBatch) -> Tensor:
-        return batch.per_token(group_relative(self.rewards(batch), batch.groups, normalise_by_std=True))
+        return self.compared(batch, partial(group_relative, normalise_by_std=True))

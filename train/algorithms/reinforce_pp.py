@@ -11,6 +11,8 @@ normalised over the batch; the KL is in the loss (k2).
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from train.algorithms.base import PolicyGradient
@@ -30,5 +32,5 @@ class ReinforcePlusPlusBaseline(PolicyGradient):
     compares_groups = True
 
     def advantages(self, batch: PackedBatch) -> Tensor:
-        centred = group_relative(self.rewards(batch), batch.groups, normalise_by_std=False)
-        return whiten(batch.per_token(centred), batch.response_mask)
+        centred = self.compared(batch, partial(group_relative, normalise_by_std=False))
+        return whiten(centred, batch.response_mask)

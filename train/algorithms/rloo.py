@@ -20,7 +20,7 @@ class RLOO(PolicyGradient):
     clips = False
 
     def advantages(self, batch: PackedBatch) -> Tensor:
-        return batch.per_token(leave_one_out(self.rewards(batch), batch.groups))
+        return self.compared(batch, leave_one_out)
 
     def surrogate(self, ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         return reinforce(ratio, log_probs, advantages)

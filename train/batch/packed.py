@@ -2,13 +2,17 @@
 
 Sequence ``s`` is ``tokens[cu_seqlens[s] : cu_seqlens[s + 1]]``, its prompt first. A per-token tensor has the length
 of ``tokens``; its entry at ``t`` speaks of token ``t`` given those before it, and counts only where ``response_mask``
-is set.
+is set: where a policy sampled it. In an episode of several turns, what the environment said between them is not.
+
+An *episode* is what a reward is of: a response, or all turns with an environment or of a logged conversation. It is one
+sequence, or several that follow each other, where the chat template rewrote the turns before (``train.environments``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Final
 
@@ -21,12 +25,16 @@ from train.batch.prompt_rows import families
 
 @dataclass(frozen=True)
 class Sample:
-    """A response that generation sampled. ``log_probs``: nats, of the distribution it was sampled from, by token."""
+    """A response that generation sampled. ``log_probs``: nats, of the distribution it was sampled from, by token.
+
+    ``policies``: (first token, version of the policy in training) for each that sampled a part of it, rising.
+    """
 
     token_ids: list[int]
     text: str
     log_probs: list[float]
     finish_reason: str | None
+    policies: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,12 @@ class Rollout:
     ``fresh``: sampled by this run. ``baseline``: reward of the greedy response to its prompt, where that is asked for.
     ``token_rewards``: what came with each response token, where that is known; they add up to ``reward``. ``weight``:
     of what was judged, in the likelihood of a reward model.
+
+    ``sampled``: which of the response's tokens a policy sampled, the last one always; None: all. The others, what an
+    environment said between two turns, are context, with logprobs and rewards of 0. ``earlier``: of the same episode,
+    the sequences of the turns before, if the turns are sequences of their own; ``reward`` is of the whole episode.
+
+    ``policies``: as of a ``Sample``; none of a response that another run's policies sampled.
     """
 
     prompt: list[int]
@@ -50,13 +64,46 @@ class Rollout:
     baseline: float = 0.0
     token_rewards: list[float] | None = None
     weight: float = 1.0
+    sampled: list[bool] | None = None
+    earlier: tuple[Rollout, ...] = ()
+    policies: Sequence[tuple[int, int]] = ()
+
+    def in_group(self, group: int) -> Rollout:
+        """The same, with all of its episode, in another group."""
+        return replace(self, group=group, earlier=tuple(before.in_group(group) for before in self.earlier))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that a policy sampled in the whole episode."""
+        own = len(self.response) if self.sampled is None else sum(self.sampled)
+        return own + sum(before.sampled_tokens for before in self.earlier)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the whole episode: each a run of tokens that a policy sampled."""
+        own = self.sampled or [True]
+        return sum(now and not before for before, now in zip([False, *own], own, strict=False)) + sum(
+            before.turns for before in self.earlier
+        )
+
+    @property
+    def tokens_by_policy(self) -> Counter[int]:
+        """Tokens of the whole episode that each version of the policy in training has sampled."""
+        found = sum((before.tokens_by_policy for before in self.earlier), Counter[int]())
+        ends = [*(start for start, _ in self.policies[1:]), len(self.response)]
+        for (start, version), end in zip(self.policies, ends, strict=False):
+            found[version] += end - start if self.sampled is None else sum(self.sampled[start:end])
+        return found
 
 
 _EVEN: Final = 1.02
 """The most that one rank computes over the mean of all with which more even is not looked for."""
 
 PER_SEQUENCE: Final = frozenset(
-    ("prompt_lengths", "temperatures", "rewards", "groups", "truncated", "fresh", "baselines", "weights")
+    (
+        *("prompt_lengths", "temperatures", "rewards", "groups", "truncated", "fresh", "baselines", "weights"),
+        *("episodes", "episode_lengths"),
+    )
 )
 """Fields of a batch with one value per sequence."""
 
@@ -78,6 +125,9 @@ class PackedBatch:
     fresh: Tensor  # bool [S]
     baselines: Tensor  # float32 [S]
     weights: Tensor  # float32 [S]
+    episodes: Tensor  # int64 [S], a number for each; its sequences follow each other, in the order of its turns
+    episode_lengths: Tensor  # int64 [S], tokens that were sampled in the sequence's whole episode
+    response_mask: Tensor  # bool [T], the tokens that a policy sampled
     behaviour_log_probs: Tensor  # float32 [T]
     token_rewards: Tensor | None = None  # float32 [T], 0 at prompts; None: all rewards come with the last token
     advantages: Tensor | None = None  # float32 [T]
@@ -93,10 +143,12 @@ class PackedBatch:
         """Lay rollouts end to end.
 
         Raises:
-            ValueError: no rollouts, an empty prompt or response, or logprobs that don't match the response.
+            ValueError: no rollouts, an empty prompt or response, logprobs that don't match the response, or one whose
+                last token was not sampled.
         """
         if not rollouts:
             raise ValueError("a batch needs at least one rollout")
+        whole, rollouts = rollouts, [part for rollout in rollouts for part in (*rollout.earlier, rollout)]
         for i, r in enumerate(rollouts):
             if not r.prompt or not r.response:
                 raise ValueError(
@@ -106,6 +158,11 @@ class PackedBatch:
                 raise ValueError(f"rollout {i} has {len(r.log_probs)} logprobs for {len(r.response)} response tokens")
             if r.token_rewards is not None and len(r.token_rewards) != len(r.response):
                 raise ValueError(f"rollout {i} has {len(r.token_rewards)} rewards for {len(r.response)} tokens")
+            if r.sampled is not None and (len(r.sampled) != len(r.response) or not r.sampled[-1]):
+                raise ValueError(
+                    f"rollout {i}: sampled has {len(r.sampled)} entries for {len(r.response)} tokens; the last must be "
+                    "sampled"
+                )
         lengths = torch.tensor([len(r.prompt) + len(r.response) for r in rollouts])
         return cls(
             tokens=torch.tensor([t for r in rollouts for t in (*r.prompt, *r.response)]),
@@ -118,6 +175,11 @@ class PackedBatch:
             fresh=torch.tensor([r.fresh for r in rollouts]),
             baselines=torch.tensor([r.baseline for r in rollouts], dtype=torch.float32),
             weights=torch.tensor([r.weight for r in rollouts], dtype=torch.float32),
+            episodes=torch.tensor([e for e, r in enumerate(whole) for _ in (*r.earlier, r)]),
+            episode_lengths=torch.tensor([r.sampled_tokens for r in whole for _ in (*r.earlier, r)]),
+            response_mask=torch.tensor(
+                [s for r in rollouts for s in (*[False] * len(r.prompt), *(r.sampled or [True] * len(r.response)))]
+            ),
             behaviour_log_probs=torch.tensor(
                 [p for r in rollouts for p in (*([0.0] * len(r.prompt)), *r.log_probs)], dtype=torch.float32
             ),
@@ -134,25 +196,20 @@ class PackedBatch:
 
     @property
     def response_lengths(self) -> Tensor:
-        """int64 [S]: tokens of each response."""
-        return self.lengths - self.prompt_lengths
+        """int64 [S]: tokens that were sampled of each."""
+        return self.response_sums(torch.ones_like(self.tokens))
 
     @property
     def position_ids(self) -> Tensor:
         """int64 [T]: a token's place in its own sequence."""
         return places(self.lengths)
 
-    @property
-    def response_mask(self) -> Tensor:
-        """bool [T]: the tokens that a policy sampled."""
-        return self.position_ids >= self.prompt_lengths.repeat_interleave(self.lengths)
-
     def per_token(self, per_sequence: Tensor) -> Tensor:
         """[S] → [T]: a sequence's value at each of its tokens."""
         return per_sequence.repeat_interleave(self.lengths)
 
     def response_sums(self, per_token: Tensor) -> Tensor:
-        """[T] → [S]: the sum over the tokens of each response."""
+        """[T] → [S]: the sum over the tokens that were sampled of each."""
         sequence = torch.arange(len(self)).repeat_interleave(self.lengths)
         return per_token.new_zeros(len(self)).index_add(0, sequence, per_token * self.response_mask)
 
@@ -166,11 +223,11 @@ class PackedBatch:
         cu_seqlens = offsets(self.lengths[sequences])
         token_index = self.token_index(sequences)
         picked: dict[str, Any] = {"cu_seqlens": cu_seqlens, "whole_groups": self.whole_groups}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in picked:
-                index = sequences if field.name in PER_SEQUENCE else token_index
-                picked[field.name] = None if value is None else value[index]
+        for of in fields(self):
+            value = getattr(self, of.name)
+            if of.name not in picked:
+                index = sequences if of.name in PER_SEQUENCE else token_index
+                picked[of.name] = None if value is None else value[index]
         return PackedBatch(**picked)
 
     def token_index(self, sequences: Tensor) -> Tensor:

@@ -25,10 +25,12 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from feedback.files import replace_file
 from train.checkpoint.folders import CheckpointError, require_room, step_of, torn
 from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
+from train.model.hf_io import own_slice
 
 _FAILURES: Final = (OSError, RuntimeError, CheckpointException)
 _SPARE: Final = 1.05  # metadata and alignment, beside the tensors themselves
@@ -78,7 +80,8 @@ class Saver:
             state = state_of(model, optimizer)
             needed = torch.tensor(_local_bytes(state) * _SPARE)
             torch.distributed.all_reduce(needed, group=self._group)
-            mine = json.dumps({"random": random_state(), "schedule": schedule.state_dict()})
+            # An optimizer may have its learning rates as tensors.
+            mine = json.dumps({"random": random_state(), "schedule": schedule.state_dict()}, default=float)
             with self._agreed():
                 if rank == 0:
                     folder.mkdir(parents=True)
@@ -146,14 +149,19 @@ def load(
             f"{checkpoint} is torn: {problem}; remove it, and the run continues from the one before it"
         )
     rank, folder = torch.distributed.get_rank(), checkpoint / part
-    state = state_of(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
+    state = _stored(weights, moments, optimizer)
     try:
+        _require_same_slices(folder, state.get(PACKED, {}))
         dcp.load(state, checkpoint_id=folder)
     except (*_FAILURES, ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"{folder} does not fit the model in training (another policy, other shapes or another train.optimizer or "
             f"train.lora), or can't be read: {_say(error)}"
         ) from error
+    loaded = state["optimizer"]["state"]
+    for name, values in moments["state"].items():  # what is packed was loaded in place
+        loaded[name] = values | loaded[name]
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
     )
@@ -171,10 +179,58 @@ def load(
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)  # what is frozen is the parent policy's
 
 
+PACKED: Final = "packed"
+"""In a state, the moments of torchao's optimizers, which on some ranks are no plain numbers, by the parameter's name,
+the moment's and the rank's slice: so they load on ranks with the same slices, bit for bit."""
+
+
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The trained parameters and the optimizer's state, by name, as this rank's shards."""
+    """The trained parameters and the optimizer's state, by name, as this rank's shards.
+
+    Raises:
+        CheckpointError: the optimizer keeps tensors that no rank but this one has.
+    """
     weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
-    return {"model": weights, "optimizer": moments}
+    return _stored(weights, moments, optimizer)
+
+
+def _stored(weights: dict[str, Any], moments: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    packs = type(optimizer).__module__.startswith("torchao.")
+    plain: dict[str, dict[str, Any]] = {}
+    packed: dict[str, dict[str, Tensor]] = {}
+    for name, values in moments["state"].items():
+        plain[name] = {}
+        for key, value in values.items():
+            if packs and isinstance(value, DTensor):
+                slices = ", ".join(f"{part.start}:{part.stop}" for part in own_slice(value))
+                packed[f"{name} {key} [{slices}]"] = _parts(value.to_local())
+                continue
+            if isinstance(value, Tensor) and value.ndim and not isinstance(value, DTensor):
+                raise CheckpointError(
+                    f"the optimizer keeps {key} of {name} as a plain tensor of shape {list(value.shape)}, which the "
+                    "other ranks don't have; it must be a DTensor, as the parameter is (torch.zeros_like makes one)"
+                )
+            plain[name][key] = value
+    stored = {"model": weights, "optimizer": {**moments, "state": plain}}
+    return stored | ({PACKED: packed} if packed else {})
+
+
+def _parts(local: Tensor) -> dict[str, Tensor]:
+    if not is_traceable_wrapper_subclass(local):
+        return {"values": local}
+    names, _ = local.__tensor_flatten__()
+    return {name: getattr(local, name) for name in names}
+
+
+def _require_same_slices(folder: Path, packed: dict[str, Any]) -> None:
+    if not packed:
+        return
+    there = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    if lacking := next((key for key in packed if f"{PACKED}.{key}.{next(iter(packed[key]))}" not in there), None):
+        raise ValueError(
+            f"it has no {lacking}: 8-bit moments load on as many ranks, with the same train.fsdp, as have saved "
+            "them; go on with those, or start a new run"
+        )
 
 
 def _local_bytes(state: dict[str, Any]) -> int:

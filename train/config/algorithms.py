@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
+from feedback.config import ApiConfig
 from feedback.settings_base import FUNCTION, Section
 
 ONLINE: Final = (
@@ -17,14 +18,29 @@ ONLINE: Final = (
 ONLINE_DPO: Final = "online_dpo"
 """The algorithm that learns from pairs of fresh responses, by their rewards."""
 
+BEST_OF_N: Final = "best_of_n"
+REJECTION_SAMPLING: Final = "rejection_sampling"
+SELECTING: Final = (BEST_OF_N, REJECTION_SAMPLING)
+"""Algorithms that learn the best of fresh responses, or the good ones, as if people had written them."""
+DISTILL: Final = "distill"
+"""The algorithm that learns from responses and what a teacher gives their tokens."""
+
 GROUPED: Final = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
-"""Those of them that compare a response with the others to its prompt."""
+"""Those of ``ONLINE`` that compare a response with the others to its prompt."""
+
+ANY_SUPPORT: Final = (ONLINE_DPO, *SELECTING)
+"""Those that need no logprobs of what they sample, which may so be of the likeliest tokens alone."""
 
 REWARD_MODEL: Final = "reward_model"
 """The algorithm that trains no policy."""
 
 OFFLINE: Final = ("dpo", "kto", "sft", REWARD_MODEL)
 """Algorithms that learn from feedback; nothing is sampled."""
+
+NAMES: Final = (*ONLINE, ONLINE_DPO, DISTILL, *SELECTING, *OFFLINE)
+"""Millrace's own, all of them."""
+
+_BY_GRADIENT: Final = (*ONLINE, DISTILL)
 
 
 class KlConfig(Section):
@@ -137,7 +153,7 @@ class AlgorithmConfig(Section):
 
     name: str = Field(
         "grpo",
-        description=f"The algorithm: {', '.join((*ONLINE, ONLINE_DPO, *OFFLINE))}, or module:class, a subclass of "
+        description=f"The algorithm: {', '.join(NAMES)}, or module:class, a subclass of "
         "train.algorithms.base.Algorithm.",
     )
     group_size: int = Field(8, ge=1, description="Responses sampled for each prompt.")
@@ -149,6 +165,12 @@ class AlgorithmConfig(Section):
     max_tokens: int | None = Field(
         None, ge=1, description="The length of aggregation constant_length; train.rollout.max_tokens if unset."
     )
+    credit: Literal["episode", "turn"] = Field(
+        "episode",
+        description="What an advantage is of, with train.environment or logged sessions. episode: the sum of all "
+        "rewards, for all tokens of an episode. turn: the rewards from a turn on, compared with those of the turns of "
+        "the same number; with ppo and reinforce_pp each reward comes with its turn's last token.",
+    )
     clip_low: float = Field(0.2, gt=0, le=1, description="The policy ratio is clipped below 1 - clip_low.")
     clip_high: float = Field(0.2, gt=0, description="The policy ratio is clipped above 1 + clip_high.")
     dual_clip: float | None = Field(
@@ -157,6 +179,9 @@ class AlgorithmConfig(Section):
     kl: KlConfig = Field(default_factory=KlConfig, description="The KL to the parent policy.")
     correction: CorrectionConfig = Field(
         default_factory=CorrectionConfig, description="Correction for other policies' samples."
+    )
+    teacher: ApiConfig | None = Field(
+        None, description="The policy to learn from, behind an OpenAI-compatible API that echoes logprobs (distill)."
     )
     critic: CriticConfig = Field(default_factory=CriticConfig, description="The critic (ppo).")
     lone_baseline: Literal["batch", "leave_out"] = Field(
@@ -186,6 +211,11 @@ class AlgorithmConfig(Section):
         False,
         description="Responses that ended at the longest length are compared with the others, and not learned from "
         "(overlong filtering).",
+    )
+    min_reward: float | None = Field(
+        None,
+        description="Responses with less reward, after what their length costs, are not learned from "
+        "(rejection_sampling: 1 if unset; best_of_n: if unset the best counts, however good it is).",
     )
     entropy_coefficient: float = Field(
         0.0, ge=0, description="Weight of the entropy bonus, which is taken from each token's loss; 0: none."
@@ -235,10 +265,10 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _can_work(self) -> AlgorithmConfig:
         own = FUNCTION.fullmatch(self.name) is not None
-        if not own and self.name not in (*ONLINE, ONLINE_DPO, *OFFLINE):
+        if not own and self.name not in NAMES:
             raise ValueError(
                 f"train.algorithm.name={self.name!r} is not an algorithm; use 'module:class', or one of "
-                f"{', '.join((*ONLINE, ONLINE_DPO, *OFFLINE))}"
+                f"{', '.join(NAMES)}"
             )
         for name, readers in READ_BY.items():
             value, usual = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
@@ -246,7 +276,12 @@ class AlgorithmConfig(Section):
                 changed = _changed(name, value, usual)
                 do = f"{', '.join(readers)} {'does' if len(readers) == 1 else 'do'}" if readers else "your own may"
                 raise ValueError(f"{changed}: {self.name} does not read it ({do}); take it out, or set another name")
-        if self.name in ONLINE:
+        if self.name == DISTILL and self.teacher is None:
+            raise ValueError(
+                "train.algorithm.name=distill needs a policy to learn from: set train.algorithm.teacher.url and "
+                "train.algorithm.teacher.model"
+            )
+        if self.name in _BY_GRADIENT:
             self.check_proximal(clips=self.name in _CLIPPED)
         if self.resample_rounds > 0 and not self.filter_groups:
             raise ValueError(
@@ -254,6 +289,13 @@ class AlgorithmConfig(Section):
                 "left out, and train.algorithm.filter_groups=False leaves none out; set it to true, or "
                 "resample_rounds to 0"
             )
+        if self.name == BEST_OF_N and self.lone_baseline == "batch":
+            raise ValueError(
+                f"train.algorithm.lone_baseline=batch: {self.name} learns the best of several responses to one prompt, "
+                "which a logged one without a group is not; take it out"
+            )
+        if self.name == REJECTION_SAMPLING and self.min_reward is None:
+            raise ValueError(f"train.algorithm.min_reward=null: {self.name} learns what has at least that; set it")
         if self.preference_loss == "ipo" and self.label_smoothing > 0:
             raise ValueError(
                 f"train.algorithm.label_smoothing={self.label_smoothing} belongs to train.algorithm.preference_loss="
@@ -310,6 +352,8 @@ def _changed(name: str, value: Any, usual: Any) -> str:
     """The setting, or those of the section, that differs from what is usual."""
     if not isinstance(value, Section):
         return f"train.algorithm.{name}={value}"
+    if usual is None:
+        return f"train.algorithm.{name}"
     differ = [(inner, v) for inner, v in value if v != getattr(usual, inner)]
     return ", ".join(f"train.algorithm.{name}.{inner}={v}" for inner, v in differ)
 
@@ -338,23 +382,29 @@ DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     "remax": {"group_size": 1, "aggregation": "constant_length", "kl": _KL_IN_THE_REWARD},
     "ppo": {"group_size": 1, "aggregation": "token_mean", "kl": _KL_IN_THE_REWARD},
     ONLINE_DPO: {"filter_groups": True},
+    BEST_OF_N: {"filter_groups": True, "lone_baseline": "leave_out"},
+    REJECTION_SAMPLING: {"min_reward": 1.0},
+    DISTILL: {"group_size": 1, "aggregation": "token_mean"},
 }
 """What differs from the fields' own defaults, by algorithm: as its paper has it, but for the size of the groups and the
 weight of the KL, which is 0 for all. How large that should be depends on the rewards; where it goes, and by which
 estimator, is the paper's."""
 
-_CLIPPED: Final = tuple(name for name in ONLINE if name not in ("rloo", "remax"))
+_CLIPPED: Final = tuple(name for name in _BY_GRADIENT if name not in ("rloo", "remax"))
 
 READ_BY: Final[dict[str, tuple[str, ...]]] = {
-    "group_size": (*ONLINE, ONLINE_DPO),
-    **dict.fromkeys(("aggregation", "max_tokens", "kl", "correction", "entropy_coefficient"), ONLINE),
-    **dict.fromkeys(("overlong_buffer", "overlong_penalty", "mask_truncated"), (*ONLINE, ONLINE_DPO)),
+    "group_size": (*_BY_GRADIENT, ONLINE_DPO, *SELECTING),
+    **dict.fromkeys(("aggregation", "max_tokens", "kl", "correction", "entropy_coefficient"), _BY_GRADIENT),
+    **dict.fromkeys(("overlong_buffer", "overlong_penalty", "mask_truncated"), (*ONLINE, ONLINE_DPO, *SELECTING)),
+    "min_reward": SELECTING,
     "gamma": ("reinforce_pp",),
+    "credit": (*GROUPED, "reinforce_pp", "ppo"),
     **dict.fromkeys(("clip_low", "clip_high"), _CLIPPED),
     "dual_clip": tuple(name for name in _CLIPPED if name != "cispo"),
-    "lone_baseline": GROUPED,
-    **dict.fromkeys(("resample_rounds", "filter_groups"), (*GROUPED, ONLINE_DPO)),
+    "lone_baseline": (*GROUPED, BEST_OF_N),
+    **dict.fromkeys(("resample_rounds", "filter_groups"), (*GROUPED, ONLINE_DPO, BEST_OF_N)),
     "critic": ("ppo",),
+    "teacher": (DISTILL,),
     "beta": ("dpo", "kto", ONLINE_DPO),
     **dict.fromkeys(("preference_loss", "label_smoothing"), ("dpo", ONLINE_DPO)),
     "vote_noise": ("reward_model",),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from feedback.config import Weight
 from feedback.settings_base import Address, Section
@@ -14,21 +15,106 @@ from serve.config import ObjectStoreConfig, RetentionConfig
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerConfig(Section):
-    """AdamW."""
+class ParameterGroup(Section):
+    """Parameters that are learned at a rate, or with a weight decay, of their own."""
 
+    pattern: str = Field(
+        min_length=1,
+        description="Regular expression that is searched for in a parameter's name, as in the policy's files, for "
+        "example `\\.mlp\\.` or `^lm_head`; adapters have `lora_A` and `lora_B` in theirs.",
+    )
+    learning_rate_factor: float = Field(1.0, gt=0, description="What the learning rate is multiplied by.")
+    weight_decay: float | None = Field(
+        None, ge=0, description="Their weight decay; null: as of all others of their kind."
+    )
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+        return pattern
+
+
+class OptimizerConfig(Section):
+    """How the gradients change the weights."""
+
+    name: str = Field(
+        "adamw",
+        pattern=r"^(adamw|adamw_8bit|muon|sgd|[\w.]+:\w+)$",
+        description="adamw; adamw_8bit: AdamW whose moments take a quarter of the memory (needs torchao); muon: "
+        "matrices inside the body by Muon, all else by AdamW; sgd; or module:name of a class or function of your own.",
+    )
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    warmup_steps: int = Field(2, ge=0, description="Steps of linear warm-up.")
+    warmup_steps: int = Field(2, ge=0, description="Optimizer steps of linear warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="What the learning rate does after the warm-up, until the last step of the run."
+    )
+    final_learning_rate: float = Field(
+        0.0, ge=0, le=1, description="What linear and cosine end with, as a share of the peak."
+    )
     betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), description="AdamW's betas.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    momentum: float | None = Field(
+        None, ge=0, lt=1, description="Momentum of muon (0.95 if unset) and of sgd (0 if unset)."
+    )
+    weight_decay: float = Field(
+        0.0, ge=0, description="Weight decay, decoupled from the gradient; with sgd an L2 penalty."
+    )
+    decay_vectors: bool = Field(
+        False, description="Let parameters of one dimension, which are norms and biases, decay too."
+    )
+    groups: list[ParameterGroup] = Field(
+        [],
+        description="Parameters with settings of their own, each {pattern, learning_rate_factor, weight_decay}; of "
+        "those whose pattern fits, the first counts.",
+    )
+    options: dict[str, Any] = Field({}, description="Arguments of an optimizer of your own, beside its parameters.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a user's own class or function."""
+        return ":" in self.name
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Self:
+        if self.momentum is not None and self.name not in ("muon", "sgd"):
+            raise ValueError(f"momentum={self.momentum:g} is of muon and sgd, and name is {self.name}; take it out")
+        if self.options and not self.is_own:
+            raise ValueError(f"options={self.options} are of an optimizer of your own, and name is {self.name}")
+        if self.final_learning_rate and self.schedule == "constant":
+            raise ValueError(
+                f"final_learning_rate={self.final_learning_rate:g} is of schedule=linear and cosine; set one of them"
+            )
+        return self
 
 
 class FsdpConfig(Section):
     """How the weights in training are spread over the ranks."""
 
-    layers: list[str] | None = Field(
-        None, description="Classes of the modules to shard by; if unset, those that the model declares indivisible."
+    layers: list[str] | Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = Field(
+        None,
+        description="Classes of the modules to shard by, or module:name of a function that is called with the model "
+        "and returns the modules; if unset, those that the model declares indivisible.",
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="Free a layer's gathered parameters after its forward pass and gather them again for the backward "
+        "one; false keeps them between the two, which takes memory and saves a gather.",
+    )
+    prefetch_layers: int | None = Field(
+        None,
+        ge=1,
+        description="Layers whose parameters are gathered before their turn, in either pass; if unset, as FSDP2 does "
+        "by itself, which is one.",
+    )
+    compile_layers: str | None = Field(
+        None,
+        pattern=r"^\w+$",
+        description="Backend by which torch.compile compiles each of the layers, for example inductor; if unset, they "
+        "are not compiled.",
     )
     replicas: int = Field(
         1, ge=1, description="Groups of ranks that each hold the whole model, in shards (HSDP); divides train.ranks."
@@ -39,8 +125,22 @@ class FsdpConfig(Section):
         description="Ranks that share each sequence (Ulysses), for sequences too long for one; divides train.ranks and "
         "the model's attention heads.",
     )
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share each layer in training (Megatron): of the Llama, Qwen2, Qwen3, Mistral and Gemma "
+        "families. They learn from the same sequences. It divides train.ranks, over train.fsdp.replicas and "
+        "train.fsdp.sequence_parallel, and the model's heads, key and value heads and MLP.",
+    )
     cpu_offload: bool = Field(
-        False, description="Keep parameters, gradients and optimizer in CPU memory; without a GPU it does nothing."
+        False,
+        description="Keep parameters, gradients and the optimizer's state in CPU memory, where the optimizer then "
+        "steps; without a GPU it does nothing.",
+    )
+    offload_optimizer: bool = Field(
+        False,
+        description="Keep the optimizer's state alone in CPU memory but for the time of its step, which is on the GPU; "
+        "without one it does nothing.",
     )
     reduce_every_micro_batch: bool = Field(
         False,
@@ -51,6 +151,26 @@ class FsdpConfig(Section):
         "auto",
         description="Implementation of attention; auto: sequence by sequence, flash attention on a GPU, SDPA on a CPU.",
     )
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Self:
+        if self.cpu_offload and self.offload_optimizer:
+            raise ValueError(
+                "cpu_offload=true keeps the optimizer's state in CPU memory too; take offload_optimizer out"
+            )
+        shared = self.sequence_parallel * self.tensor_parallel
+        if self.compile_layers is not None and shared > 1:
+            raise ValueError(
+                f"compile_layers={self.compile_layers}: ranks that share layers or sequences talk to each other inside "
+                f"a layer, which is not compiled; take it out, or set sequence_parallel={self.sequence_parallel} and "
+                f"tensor_parallel={self.tensor_parallel} to 1"
+            )
+        return self
+
+    @property
+    def ranks_per_part(self) -> int:
+        """Ranks that learn from the same part of a batch."""
+        return self.sequence_parallel * self.tensor_parallel
 
 
 class LoraConfig(Section):
@@ -68,9 +188,24 @@ class LoraConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How training samples fresh responses: vLLM inside the training processes."""
+    """How training samples fresh responses: inside the training processes."""
 
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature. Full support is kept: no top-p, no top-k.")
+    backend: Literal["vllm", "hf"] = Field(
+        "vllm",
+        description="What generates. hf: transformers, on the sharded weights in training, for models that vLLM does "
+        "not have, and to compare with; slower, and without a copy of the weights.",
+    )
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample from the likeliest tokens that have this probability together; below 1 for algorithms "
+        "alone that need no logprobs of what they sample.",
+    )
+    top_k: int = Field(
+        0, ge=0, description="Sample from this many likeliest tokens; 0: from all. For the same algorithms as top_p."
+    )
     max_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
     max_model_len: int | None = Field(
         None,
@@ -96,10 +231,12 @@ class RolloutConfig(Section):
     reshard_bucket_bytes: int = Field(
         64 * 2**20, ge=2**16, description="Extra memory that resharding by plan takes on each rank, in bytes."
     )
-    staleness: Literal[0, 1] = Field(
+    staleness: int = Field(
         0,
-        description="1: the next batch is sampled while this one is learned from, so that responses are of the policy "
-        "one step back (corrected by their logprobs); needs generation on a pool of its own. 0: no overlap.",
+        ge=0,
+        description="The most steps that a token may be behind the policy that learns from it, by whose logprobs it is "
+        "corrected. 0: each step samples, then learns. From 1 on responses that a step does not wait for go on in the "
+        "next ones, with the new weights; with generation on a pool of its own, also while training learns.",
     )
 
 
@@ -167,6 +304,42 @@ class PassRateConfig(Section):
         return self
 
 
+class CurriculumConfig(Section):
+    """Which prompts a run draws, by how often it has solved them itself: its pass rates change as it learns."""
+
+    solved_reward: float = Field(1.0, description="A response with this reward, or more, has solved its prompt.")
+    window: int = Field(16, ge=1, description="A prompt's last so many responses count.")
+    prefer: Literal["learnable", "all"] = Field(
+        "learnable",
+        description="learnable: a prompt is drawn the more often, the nearer its pass rate p is to 1/2, in proportion "
+        "to the expected p (1 - p); none is given up. all: as often as without.",
+    )
+    low: float | None = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="A prompt that is solved this often, or less, rests; null: none for this reason.",
+    )
+    high: float | None = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="A prompt that is solved this often, or more, rests; null: none for this reason.",
+    )
+    min_responses: int = Field(8, ge=1, description="With fewer responses to a prompt it does not rest.")
+    rest_steps: int = Field(
+        20, ge=1, description="Steps for which a prompt rests; then it is drawn again, and rests on or not."
+    )
+
+    @model_validator(mode="after")
+    def _can_work(self) -> Self:
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low ({self.low:g}) must be less than high ({self.high:g})")
+        if self.min_responses > self.window:
+            raise ValueError(f"min_responses ({self.min_responses}) is more than the window has ({self.window})")
+        return self
+
+
 class DataConfig(Section):
     """What training learns from."""
 
@@ -191,6 +364,11 @@ class DataConfig(Section):
         description="Leave out those of train.data.prompts that earlier runs of this lineage solved always or never; "
         "null: none. Runs count what they solve while this is set.",
     )
+    curriculum: CurriculumConfig | None = Field(
+        None,
+        description="Draw prompts, of traffic too, by how often the run itself has solved them lately, and let rest "
+        "those that it solves always or never; null: all alike. {} has the defaults.",
+    )
     traffic_share: float = Field(
         0.0,
         ge=0,
@@ -198,7 +376,15 @@ class DataConfig(Section):
         description="Share of prompts_per_step whose responses are logged ones, with the rewards that scoring gave, in "
         "place of fresh ones. 1: nothing is sampled.",
     )
-
+    sessions: Literal["episodes", "responses"] = Field(
+        "episodes",
+        description="What logged responses of one session_id are. episodes: those that continue each other are one "
+        "episode of several turns, whole or not at all. responses: each is by itself.",
+    )
+    session_reward: Literal["mean", "sum"] = Field(
+        "mean",
+        description="What such an episode is worth: the mean, or the sum, of the rewards that its turns have.",
+    )
     exclude_suites: list[Path] = Field(
         [],
         description="Suites, as evaluation.suite, whose prompts nothing is learned from, also in traffic; "
@@ -321,3 +507,40 @@ class CheckpointConfig(Section):
     )
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones go when a newer one is whole.")
     asynchronous: bool = Field(True, description="Write in the background, while the next steps are computed.")
+
+
+class RestartsConfig(Section):
+    """What becomes of a run of which a process dies or hangs, or whose machine goes: it goes on by itself.
+
+    It does so from its last checkpoint. Not started again is what would fail in the same way: settings, files or
+    versions that don't fit, a lack of memory, an exception before the first step, or one at the same step twice.
+    """
+
+    attempts: int = Field(
+        3,
+        ge=0,
+        description="How often, at most, within window_s, and from one and the same checkpoint however long that "
+        "takes; 0: never.",
+    )
+    window_s: float = Field(3600.0, gt=0, description="Seconds that attempts counts in.")
+    backoff_s: float = Field(
+        2.0, ge=0, description="Seconds before the first restart; twice that before the next one, at most 60."
+    )
+    silence_s: float = Field(
+        120.0,
+        ge=1,
+        description="A rank or the driver that has given no sign of life for so many seconds, as one that is stopped "
+        "(SIGSTOP), counts as hung. What waits for another rank gives signs: it is found by train.step_timeout_s.",
+    )
+    wait_s: float = Field(
+        300.0,
+        ge=0,
+        description="On a cluster, how many seconds a restart waits for room for all ranks, or for the cluster itself, "
+        "before it takes fewer ranks, or gives up.",
+    )
+    min_ranks: int | None = Field(
+        1,
+        ge=1,
+        description="The fewest ranks, of each pool, with which a run on a cluster goes on where a machine does not "
+        "come back. Other numbers of ranks come to other weights in the last digits. null: never on fewer.",
+    )

@@ -11,7 +11,8 @@ from pydantic import ConfigDict, Field, model_validator
 from feedback.config import ComponentName, Weight
 from feedback.settings_base import Address, Section
 from serve.config import MemoryCheck
-from train.config.algorithms import GROUPED, ONLINE_DPO, REWARD_MODEL, AlgorithmConfig
+from train.config.algorithms import ANY_SUPPORT, BEST_OF_N, DISTILL, GROUPED, ONLINE_DPO, REWARD_MODEL, AlgorithmConfig
+from train.config.environment import EnvironmentConfig
 from train.config.placement import PlacementConfig
 from train.config.sections import (
     CheckpointConfig,
@@ -20,6 +21,7 @@ from train.config.sections import (
     LoraConfig,
     OptimizerConfig,
     ResidentConfig,
+    RestartsConfig,
     RewardModelConfig,
     RolloutConfig,
     RunRetentionConfig,
@@ -38,7 +40,7 @@ _OF_ANY_RUN: Final = (
         "seed",
     ),
     *("ray_address", "launcher", "start_timeout_s", "step_timeout_s", "erased_rows", "fsdp", "checkpoint"),
-    "resident",
+    *("resident", "restarts"),
 )
 """Settings that training a policy and training a reward model share."""
 
@@ -155,12 +157,20 @@ class TrainConfig(Section):
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="How the weights in training are spread.")
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters in place of all weights.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling of fresh responses.")
+    environment: EnvironmentConfig | None = Field(
+        None,
+        description="Sample episodes with an environment, which answers the policy's turns and rewards them, in place "
+        "of single responses.",
+    )
     data: DataConfig = Field(default_factory=DataConfig, description="What is learned from.")
     reward_model: RewardModelConfig = Field(
         default_factory=RewardModelConfig, description="Training of the reward model (recipe rlhf)."
     )
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="What a killed run goes on from."
+    )
+    restarts: RestartsConfig = Field(
+        default_factory=RestartsConfig, description="How a run goes on by itself when a process of it dies or hangs."
     )
     resident: ResidentConfig = Field(default_factory=ResidentConfig, description="Workers that stay between cycles.")
     retention: RunRetentionConfig = Field(
@@ -208,7 +218,7 @@ class TrainConfig(Section):
             | {"reward_model": own, "steps": own.steps, "data": data}
             | {"algorithm": {"name": REWARD_MODEL, "vote_noise": own.vote_noise}}
             | {"optimizer": self.optimizer.model_copy(update={"learning_rate": own.learning_rate})}
-            | {"rollout": {"max_model_len": self.rollout.max_model_len}}
+            | {"rollout": {"max_model_len": self.rollout.max_model_len, "backend": self.rollout.backend}}
         )
 
     def excluding(self, suite: Path | None, holdout: float) -> TrainConfig:
@@ -237,6 +247,17 @@ class TrainConfig(Section):
         return not self.algorithm.is_offline and self.data.fresh_prompts_per_step > 0
 
     @property
+    def rewards_responses(self) -> bool:
+        """Whether what is sampled is rewarded by a reward function; an environment rewards by itself."""
+        return self.samples and self.environment is None
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens that are sampled for a response, or for all turns of an episode, at most."""
+        turn = self.rollout.max_tokens
+        return turn if self.environment is None else self.environment.longest(turn)
+
+    @property
     def has_reference(self) -> bool:
         """Whether a run needs the parent policy's logprobs."""
         if not self.algorithm.trains_policy:
@@ -258,30 +279,44 @@ class TrainConfig(Section):
         return updates > 1 or dropout or (kl.coefficient > 0 and kl.placement == "reward")
 
     @property
+    def updates(self) -> int:
+        """Optimizer steps of a run, at most."""
+        return self.steps * self.minibatches * self.epochs
+
+    @property
+    def updates_of_policy(self) -> int:
+        """Of them, those in which not the critic alone learns."""
+        return (self.steps - self.algorithm.critic.warmup_steps) * self.minibatches * self.epochs
+
+    @property
     def data_parallel_ranks(self) -> int:
         """Parts that a batch is split into: of the pools that compute on it, the one with the most."""
         on = self.placement
         pools = {on.actor, on.reference, on.critic or on.actor}
-        return max(self.ranks_of(pool) // self.fsdp.sequence_parallel for pool in pools)
+        return max(self.ranks_of(pool) // self.fsdp.ranks_per_part for pool in pools)
 
     @model_validator(mode="after")
     def _can_work(self) -> TrainConfig:
-        self.algorithm = self.algorithm.with_lengths(self.rollout.max_tokens)
+        self.algorithm = self.algorithm.with_lengths(self.longest_response)
         _evaluation_suits(self)
         if self.evaluate_suite is not None:
             self.data = self.excluding(self.evaluate_suite, 0.0).data
+        _backend_suits(self)
         _placement_suits(self)
         _ranks_divide(self)
         _shares_are_prompts(self)
         name = self.algorithm.name
-        check_baseline(self, compares_groups=name in (*GROUPED, ONLINE_DPO), needs_greedy=name == "remax")
+        check_baseline(self, compares_groups=name in (*GROUPED, ONLINE_DPO, BEST_OF_N), needs_greedy=name == "remax")
         if self.samples:
             _responses_suit(self)
             _prompts_suit(self.data)
         else:
             _nothing_is_sampled(self)
         _batch_suits(self)
+        _environment_suits(self)
+        _teacher_suits(self)
         _critic_suits(self)
+        _schedule_suits(self)
         if not self.algorithm.trains_policy:
             _no_policy_is_trained(self)
         elif self.data.holdout_side == "slice":
@@ -297,13 +332,30 @@ class TrainConfig(Section):
         return self
 
 
+def _backend_suits(config: TrainConfig) -> None:
+    on, rollout, fsdp = config.placement, config.rollout, config.fsdp
+    if rollout.backend == "vllm" or not config.samples:
+        return
+    environment = None if config.environment is None else config.environment.name
+    own = "generates with the actor's own weights"
+    for setting, value, possible, why in (
+        ("train.environment", environment, None, "has no engine for turns of any number"),
+        ("train.placement.rollout", on.rollout, on.actor, own),
+        ("train.rollout.staleness", rollout.staleness, 0, f"{own}, not with those before"),
+        ("train.rollout.tensor_parallel_size", rollout.tensor_parallel_size, 1, "shares no layer"),
+        ("train.fsdp.tensor_parallel", fsdp.tensor_parallel, 1, "shares no layer"),
+        ("train.fsdp.sequence_parallel", fsdp.sequence_parallel, 1, "shares no sequence"),
+        ("train.rollout.enforce_eager", rollout.enforce_eager, True, "compiles nothing"),
+        ("train.rollout.reshard", rollout.reshard, "plan", "sends no weights"),
+    ):
+        if value != possible:
+            raise ValueError(
+                f"train.rollout.backend=hf {why}: take out {setting}={value}, or set train.rollout.backend to vllm"
+            )
+
+
 def _placement_suits(config: TrainConfig) -> None:
-    on, staleness = config.placement, config.rollout.staleness
-    if staleness > 0 and config.samples and on.rollout == on.actor:
-        raise ValueError(
-            f"train.rollout.staleness={staleness} needs generation on a pool of its own, and it shares the pool "
-            f"{on.actor!r} with training; set train.placement.rollout to another, or train.rollout.staleness to 0"
-        )
+    on = config.placement
     if config.launcher == "torchrun" and len(on.pools) > 1:
         raise ValueError(
             f"train.launcher=torchrun has one pool, and train.placement.pools has {len(on.pools)}; use one, or "
@@ -333,6 +385,7 @@ def _ranks_divide(config: TrainConfig) -> None:
     on = config.placement
     generating = config.ranks_of(on.rollout)
     t, replicas, share = config.rollout.tensor_parallel_size, config.fsdp.replicas, config.fsdp.sequence_parallel
+    n = config.fsdp.tensor_parallel
     if generating % t:
         raise ValueError(
             f"train.rollout.tensor_parallel_size={t} does not divide {_setting_of(config, on.rollout)}; use a divisor "
@@ -344,6 +397,21 @@ def _ranks_divide(config: TrainConfig) -> None:
             raise ValueError(
                 f"train.fsdp.replicas={replicas} must divide {_setting_of(config, pool)} into groups that "
                 f"train.rollout.tensor_parallel_size={t} divides"
+            )
+        if ranks // replicas % n:
+            raise ValueError(
+                f"train.fsdp.tensor_parallel={n} does not divide the {ranks // replicas} ranks of a replica "
+                f"({_setting_of(config, pool)}, train.fsdp.replicas={replicas}); use a divisor"
+            )
+        if pool == on.rollout and config.samples and n % t and t % n:
+            raise ValueError(
+                f"train.fsdp.tensor_parallel={n} and train.rollout.tensor_parallel_size={t} share the ranks of pool "
+                f"{pool!r}, and neither divides the other; choose one that does"
+            )
+        if ranks % (share * n) and n > 1:
+            raise ValueError(
+                f"train.fsdp.sequence_parallel={share} times train.fsdp.tensor_parallel={n} does not divide "
+                f"{_setting_of(config, pool)}; use divisors of it"
             )
         if ranks % share:
             raise ValueError(
@@ -388,21 +456,70 @@ def check_baseline(config: TrainConfig, *, compares_groups: bool, needs_greedy: 
 
 def _responses_suit(config: TrainConfig) -> None:
     a, rollout = config.algorithm, config.rollout
+    if (rollout.top_p < 1 or rollout.top_k) and a.name not in ANY_SUPPORT and ":" not in a.name:
+        raise ValueError(
+            f"train.rollout.top_p={rollout.top_p:g} and train.rollout.top_k={rollout.top_k} cut the distribution that "
+            f"responses are of, and {a.name} weighs them by its logprobs, which no weight makes unbiased then; set "
+            f"them to 1 and 0, or use {' or '.join(ANY_SUPPORT)}"
+        )
     if a.resample_rounds > 0 and rollout.staleness > 0:
         raise ValueError(
             f"train.algorithm.resample_rounds={a.resample_rounds} samples again once a step's rewards are known, when "
-            f"train.rollout.staleness={rollout.staleness} has the next step's responses sampled; set either to 0"
+            f"train.rollout.staleness={rollout.staleness} has later steps' responses sampled; set either to 0"
+        )
+    if config.data.curriculum is not None and rollout.staleness > 0:
+        raise ValueError(
+            "train.data.curriculum draws prompts by what all steps before have solved, which is not known yet when "
+            f"train.rollout.staleness={rollout.staleness} has them drawn; set train.rollout.staleness to 0, or "
+            "train.data.curriculum to null"
         )
     if rollout.max_model_len is not None and rollout.max_tokens >= rollout.max_model_len:
         raise ValueError(
             f"train.rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt in train.rollout.max_model_len="
             f"{rollout.max_model_len}; use less"
         )
-    if a.overlong_buffer > rollout.max_tokens:
+    if a.overlong_buffer > config.longest_response:
+        of = "train.rollout.max_tokens" if config.environment is None else "the tokens of an episode"
         raise ValueError(
-            f"train.algorithm.overlong_buffer={a.overlong_buffer} is more than train.rollout.max_tokens="
-            f"{rollout.max_tokens}; use at most that"
+            f"train.algorithm.overlong_buffer={a.overlong_buffer} is more than {of}="
+            f"{config.longest_response}; use at most that"
         )
+
+
+def _environment_suits(config: TrainConfig) -> None:
+    a, environment = config.algorithm, config.environment
+    if environment is None:
+        if a.credit == "turn" and not (config.data.traffic_share > 0 and config.data.sessions == "episodes"):
+            raise ValueError(
+                "train.algorithm.credit=turn is of turns with an environment, or of logged sessions, and "
+                "train.environment is unset, and no sessions are learned from (train.data.traffic_share="
+                f"{config.data.traffic_share:g}, train.data.sessions={config.data.sessions}); set one of them, or "
+                "train.algorithm.credit to episode"
+            )
+        return
+    name = f"train.environment.name={environment.name}"
+    if not config.samples:
+        raise ValueError(f"{name} plays what is sampled, and this run samples nothing; set train.environment to null")
+    for setting, value in (
+        ("train.reward", config.reward),
+        ("train.reward_weights", config.reward_weights),
+        ("train.placement.reward", config.placement.reward),
+    ):
+        if value:
+            raise ValueError(f"{name} rewards its episodes by itself; take out {setting}={value}")
+    if config.rollout.tensor_parallel_size > 1:
+        raise ValueError(
+            f"{name} needs an engine on one rank, and train.rollout.tensor_parallel_size="
+            f"{config.rollout.tensor_parallel_size}: ranks that share one would have to hear of each turn together; "
+            "set it to 1"
+        )
+    if a.name == ONLINE_DPO and environment.rewritten_turns == "split":
+        raise ValueError(
+            f"train.algorithm.name={a.name} compares whole episodes as pairs, which can't be split: set "
+            "train.environment.rewritten_turns to drop"
+        )
+    if environment.name == "tools" and environment.tool_parser is None:
+        raise ValueError(f"{name} needs train.environment.tool_parser, by which calls are found, for example hermes")
 
 
 def _prompts_suit(data: DataConfig) -> None:
@@ -421,7 +538,7 @@ def _nothing_is_sampled(config: TrainConfig) -> None:
         why = f"train.data.traffic_share={config.data.traffic_share:g} learns from logged responses alone"
     settings: dict[str, Any] = {
         f"train.rollout.{name}": getattr(config.rollout, name)
-        for name in ("temperature", "tensor_parallel_size", "reshard", "staleness")  # sizes may stay
+        for name in ("temperature", "top_p", "top_k", "tensor_parallel_size", "reshard", "staleness")  # sizes may stay
         if getattr(config.rollout, name) != RolloutConfig.model_fields[name].default
     }
     on = config.placement
@@ -433,8 +550,9 @@ def _nothing_is_sampled(config: TrainConfig) -> None:
         settings["train.data.traffic_share"] = config.data.traffic_share
     if config.data.prompts:
         settings["train.data.prompts"] = [own.name for own in config.data.prompts]
-    if config.data.pass_rate is not None:
-        settings["train.data.pass_rate"] = "…"
+    for name in ("pass_rate", "curriculum"):
+        if getattr(config.data, name) is not None:
+            settings[f"train.data.{name}"] = "…"
     if config.data.traffic_weight != DataConfig.model_fields["traffic_weight"].default:
         settings["train.data.traffic_weight"] = config.data.traffic_weight
     for name in ("resample_rounds", "overlong_buffer"):
@@ -442,6 +560,21 @@ def _nothing_is_sampled(config: TrainConfig) -> None:
             settings[f"train.algorithm.{name}"] = getattr(config.algorithm, name)
     if settings:
         raise ValueError(f"{why}; take out {', '.join(f'{name}={value}' for name, value in settings.items())}")
+
+
+def _teacher_suits(config: TrainConfig) -> None:
+    if config.algorithm.name != DISTILL:
+        return
+    refused: dict[str, tuple[Any, str]] = {
+        "train.rollout.temperature": (config.rollout.temperature != 1, "the teacher's logprobs are those at 1"),
+        "train.data.traffic_share": (config.data.traffic_share > 0, "logged responses have no rewards of a teacher"),
+        "train.environment": (config.environment is not None, "an environment rewards its episodes by itself"),
+        "train.reward": (config.reward is not None, "the teacher is what rewards"),
+        "train.reward_weights": (bool(config.reward_weights), "the teacher is what rewards"),
+    }
+    for name, (differs, why) in refused.items():
+        if differs:
+            raise ValueError(f"train.algorithm.name=distill: {why}; take out {name}")
 
 
 def _critic_suits(config: TrainConfig) -> None:
@@ -454,6 +587,15 @@ def _critic_suits(config: TrainConfig) -> None:
     if on.critic is not None and a.name != "ppo" and ":" not in a.name:
         raise ValueError(
             f"train.placement.critic={on.critic}: {a.name} has no critic; set it to null, and take its pool out"
+        )
+
+
+def _schedule_suits(config: TrainConfig) -> None:
+    o, updates = config.optimizer, config.updates_of_policy
+    if o.schedule != "constant" and o.warmup_steps >= updates:
+        raise ValueError(
+            f"train.optimizer.warmup_steps={o.warmup_steps} leaves train.optimizer.schedule={o.schedule} none of the "
+            f"{updates} optimizer steps; use less, or schedule=constant"
         )
 
 
@@ -478,10 +620,11 @@ def _batch_suits(config: TrainConfig) -> None:
             f"train.minibatches={config.minibatches} is more than train.data.prompts_per_step={data.prompts_per_step}; "
             "a minibatch needs at least one prompt"
         )
-    each = config.algorithm.group_size if config.samples else 1
+    best = config.algorithm.name == BEST_OF_N  # one of a group
+    each = config.algorithm.group_size if config.samples and not best else 1
     sequences = data.fresh_prompts_per_step * each + data.traffic_prompts_per_step
     if sequences < ranks * config.minibatches:
-        groups = f" of train.algorithm.group_size={each}" if config.samples else ""
+        groups = f" of train.algorithm.group_size={each}" if config.samples and not best else ""
         raise ValueError(
             f"train.data.prompts_per_step={data.prompts_per_step}{groups} is too little for train.minibatches="
             f"{config.minibatches} that {ranks} data-parallel ranks share, each with at least one response; use at "

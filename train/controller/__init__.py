@@ -13,9 +13,10 @@ their devices. A rule on each worker method says how its arguments are split ove
     pending = actor.log_probs.start(batch)          # the same without waiting
     log_probs = pending.result(timeout_s=60)
 
-Read ``worker_group`` (calls from the driver, their answers and failures), ``dispatch`` (the rules), ``worker`` (what
-runs in a rank) and ``usage`` (its device, its memory, what it has computed). How ranks are reached, which rules and
-groups don't know: ``ray_pool`` (through Ray: a placement group, an actor process per rank), ``torchrun`` (through
-torch.distributed, without Ray) with ``torchrun_guard`` (torchrun that ends when its parent does), ``rendezvous`` (how
-ranks find each other, and which failures follow from another rank's).
+Read ``worker_group`` (calls from the driver, their answers and failures) with ``failure_kinds`` (what kinds of them
+there are), ``dispatch`` (the rules), ``worker`` (what runs in a rank) and ``usage`` (its device, its memory, what it
+has computed). How ranks are reached, which rules and groups don't know: ``ray_pool`` (through Ray: a placement group,
+an actor process per rank), ``torchrun`` (through torch.distributed, without Ray) with ``torchrun_guard`` (torchrun that
+ends when its parent does), ``rendezvous`` (how ranks find each other,
+and which failures follow from another rank's), ``heartbeat`` (signs of life of ranks and driver, and who misses them).
 """

@@ -16,14 +16,24 @@ from train.batch.packed import PackedBatch
 class Layout:
     """What a rule may know of a group.
 
-    ``ranks``: how many there are. ``tensor_parallel_size``: consecutive ranks that share one generation engine.
-    ``sequence_parallel_size``: consecutive ranks that share each sequence, and so one data-parallel rank. Both divide
-    ``ranks``.
+    ``ranks``: how many there are. ``tensor_parallel_size``: consecutive ranks that share one generation engine; it
+    divides ``ranks``. ``parts``: the data-parallel part of each rank, as ``train.model.mesh.batch_parts`` numbers them;
+    if empty, each rank is one.
     """
 
     ranks: int
     tensor_parallel_size: int = 1
-    sequence_parallel_size: int = 1
+    parts: tuple[int, ...] = ()
+
+    @property
+    def part_of(self) -> tuple[int, ...]:
+        """The data-parallel part of each rank."""
+        return self.parts or tuple(range(self.ranks))
+
+    @property
+    def engine_of(self) -> tuple[int, ...]:
+        """The generation engine of each rank."""
+        return tuple(rank // self.tensor_parallel_size for rank in range(self.ranks))
 
 
 Split = tuple[list[Any], Callable[[list[Any]], Any]]
@@ -70,17 +80,17 @@ def by_tokens(layout: Layout, batch: PackedBatch) -> Split:
 
 def per_token(layout: Layout, batch: PackedBatch) -> Split:
     """A batch is split as in ``by_tokens``; the answers are per-token tensors, put back in the batch's order."""
-    share = layout.sequence_parallel_size
-    parts = batch.balanced(layout.ranks // share)
+    part_of = layout.part_of
+    parts = batch.balanced(max(part_of) + 1)
     selected = [batch.select(part) for part in parts]
 
     def join(answers: list[Tensor]) -> Tensor:
         joined = torch.empty(len(batch.tokens), dtype=answers[0].dtype)
-        for part, answer in zip(parts, answers[::share], strict=True):
-            joined[batch.token_index(part)] = answer
+        for i, part in enumerate(parts):
+            joined[batch.token_index(part)] = answers[part_of.index(i)]
         return joined
 
-    return [selected[rank // share] for rank in range(layout.ranks)], join
+    return [selected[part] for part in part_of], join
 
 
 def answer_and_per_token(layout: Layout, batch: PackedBatch) -> Split:
@@ -93,22 +103,29 @@ def answer_and_per_token(layout: Layout, batch: PackedBatch) -> Split:
 def by_rank(layout: Layout, items: Sequence[Any]) -> Split:
     """A list is dealt out to the data-parallel ranks, like cards; each answers with a list as long; answers come back
     in its order."""
-    return _dealt(layout.ranks, layout.sequence_parallel_size, items)
+    return _dealt(layout.part_of, items)
 
 
 def by_engine(layout: Layout, items: Sequence[Any]) -> Split:
     """As ``by_rank``, to the generation engines: all ranks of one get the same."""
-    return _dealt(layout.ranks, layout.tensor_parallel_size, items)
+    return _dealt(layout.engine_of, items)
 
 
-def _dealt(ranks: int, share: int, items: Sequence[Any]) -> Split:
-    """``share``: consecutive ranks that get the same."""
-    parts = ranks // share
+def to_engines(layout: Layout, items: Sequence[Any]) -> Split:
+    """A list of one item for each generation engine, all ranks of which get the same; the answers likewise."""
+    engine_of = layout.engine_of
+    first = [engine_of.index(engine) for engine in range(len(items))]
+    return [items[engine] for engine in engine_of], lambda answers: [answers[rank] for rank in first]
+
+
+def _dealt(part_of: Sequence[int], items: Sequence[Any]) -> Split:
+    """``part_of``: each rank's; those of one part get the same."""
+    parts = max(part_of) + 1
 
     def join(answers: list[list[Any]]) -> list[Any]:
         joined: list[Any] = [None] * len(items)
         for part in range(parts):
-            joined[part::parts] = answers[part * share]
+            joined[part::parts] = answers[part_of.index(part)]
         return joined
 
-    return [list(items[rank // share :: parts]) for rank in range(ranks)], join
+    return [list(items[part::parts]) for part in part_of], join

@@ -17,6 +17,7 @@ from feedback.process_signals import stop_signals_blocked
 from serve.local_ray.cluster import sockets_on
 from train.config.placement import Strategy
 from train.controller.dispatch import Layout
+from train.controller.failure_kinds import Kind, is_out_of_memory
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
 from train.controller.worker import Workers, compile_by_environment
 from train.controller.worker_group import Pending, Pool, WorkerError
@@ -86,7 +87,7 @@ class ResourcePool(Pool):
         strategy: Strategy = "PACK",
         name: str = "pool",
         tensor_parallel_size: int = 1,
-        sequence_parallel_size: int = 1,
+        parts: tuple[int, ...] = (),
         start_timeout_s: float = 600.0,
         call_timeout_s: float = 1800.0,
         environment: dict[str, str] | None = None,
@@ -94,7 +95,7 @@ class ResourcePool(Pool):
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self.layout = Layout(ranks, tensor_parallel_size, sequence_parallel_size)
+        self.layout = Layout(ranks, tensor_parallel_size, parts)
         self.call_timeout_s, self.start_timeout_s = call_timeout_s, start_timeout_s
         self.failure: WorkerError | None = None
         self.hosts: list[Any] = []
@@ -125,7 +126,9 @@ class ResourcePool(Pool):
     ) -> RayCall:
         """Call a method of the first hosts, as many as there are ``arguments``, and don't wait."""
         if self.failure is not None:
-            raise WorkerError(f"{what}: an earlier call failed, and its ranks are out of step: {self.failure}")
+            raise WorkerError(
+                f"{what}: an earlier call failed, and its ranks are out of step: {self.failure}", kind=self.failure.kind
+            )
         calls = zip(self.hosts, arguments, strict=False)
         refs = {getattr(host, name).remote(*a): rank for rank, (host, a) in enumerate(calls)}
         return RayCall(self, what, refs, join)
@@ -168,7 +171,7 @@ class RayCall(Pending):
             except ray.exceptions.RayError as error:
                 died = isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed
                 message = f"{self.what} failed on rank {rank}: {explained(error)}"
-                failure = WorkerError(message, consequence=is_consequence(error), died=died)
+                failure = WorkerError(message, consequence=is_consequence(error), died=died, kind=kind_of(error))
                 if self._pool.failure is None or self._pool.failure.consequence:
                     self._pool.failure = failure
                 raise failure from None
@@ -185,6 +188,17 @@ def explained(error: Exception) -> str:
         f"{str(error).splitlines()[0]}: out of memory. Train adapters (train.lora), lower train.micro_batch_tokens, or "
         f"end what else runs; `millrace doctor` says how much is needed"
     )
+
+
+def kind_of(error: Exception) -> Kind | None:
+    """What an error of Ray's is; None if a rank raised it."""
+    import ray
+
+    if is_out_of_memory(error):
+        return "memory"
+    if isinstance(error, ray.exceptions.RayTaskError) or getattr(error, "actor_init_failed", False):
+        return None
+    return "lost"  # a process, a node, or what Ray knew of them
 
 
 def is_consequence(error: Exception) -> bool:

@@ -25,6 +25,7 @@ from feedback.fork_server import PARENT
 from serve.local_ray.cluster import LOOPBACK, loopback_sockets
 from train.config.training import TrainConfig
 from train.controller.dispatch import Layout
+from train.controller.failure_kinds import Kind, text_is_out_of_memory
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
 from train.controller.torchrun_guard import end_with_starter
 from train.controller.worker import Workers, compile_by_environment
@@ -123,7 +124,9 @@ class TorchrunPool(Pool):
         except Exception as error:
             text = traceback.format_exc()
             rank, why = (self._cause() if follows_from_another(text) else None) or (0, text)
-            raise WorkerError(f"{what} failed on rank {rank}: {why}", consequence=follows_from_another(why)) from error
+            kind: Kind | None = "memory" if text_is_out_of_memory(why) else None
+            message = f"{what} failed on rank {rank}: {why}"
+            raise WorkerError(message, consequence=follows_from_another(why), kind=kind) from error
 
     def _answer(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Do this rank's share; the answers by rank, in rank 0."""

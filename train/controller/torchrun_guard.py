@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 
 
 def end_with_starter() -> None:
-    """Have this process killed when the one that started it has ended."""
-    end_with_parent(int(os.environ.get(PARENT, os.getppid())))
+    """Have this process killed when the one that started it has ended.
+
+    What this one starts has another parent, and would end at once by the variable that says which one it is to end
+    with, as ranks under Ray do that a fork server is to fork: so it is not left in the environment.
+    """
+    end_with_parent(int(os.environ.pop(PARENT, os.getppid())))
 
 
 def exit_code(failures: Iterable[ProcessFailure]) -> int:

@@ -7,12 +7,14 @@ import gc
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed
 
 from train.checkpoint.random_state import seed_all
 from train.controller.dispatch import dispatch, to_all_gathered
+from train.controller.heartbeat import Heartbeat
 from train.controller.usage import Device, Usage, peak_memory, reset_peak_memory, this_device
 from train.import_object import import_object
 
@@ -58,6 +60,13 @@ class Workers:
 
     def __init__(self) -> None:
         self.by_role: dict[str, Worker] = {}
+        self._heartbeat: Heartbeat | None = None
+
+    def begin_heartbeat(self, folder: Path, name: str, every_s: float) -> None:
+        """Give signs of life to whoever watches the run of this folder, until the workers rest or the process ends."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        self._heartbeat = Heartbeat(folder, name, every_s)
 
     def create(self, role: str, target: str, options: dict[str, Any]) -> None:
         before = self.by_role.get(role)

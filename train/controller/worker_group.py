@@ -9,6 +9,7 @@ from typing import Any
 
 from feedback.process_exit import SIGNALLED
 from train.controller.dispatch import Layout, Rule
+from train.controller.failure_kinds import Kind
 from train.controller.worker import Worker
 from train.import_object import import_object
 
@@ -21,12 +22,15 @@ class WorkerError(RuntimeError):
     """A worker failed, died or did not answer in time; the message names the call, the rank and the cause.
 
     ``consequence``: the failure says only that another process has gone. ``died``: the rank's process did, rather than
-    failing by itself.
+    failing by itself. ``kind``: by default as these two say.
     """
 
-    def __init__(self, message: str, *, consequence: bool = False, died: bool = False) -> None:
+    def __init__(
+        self, message: str, *, consequence: bool = False, died: bool = False, kind: Kind | None = None
+    ) -> None:
         super().__init__(message)
         self.consequence = consequence
+        self.kind: Kind = kind or ("lost" if died or consequence else "raised")
         self.exit_code = SIGNALLED + signal.SIGKILL if died else 1  # Ray does not tell which signal it was
 
 
@@ -78,7 +82,7 @@ def results(*pendings: Pending, timeout_s: float | None = None) -> list[Any]:
             return [p.join(p.answers) for p in pendings]
         if time.monotonic() >= deadline:
             late = "; ".join(f"{p.what}: ranks {sorted(p.waiting.values())}" for p in waiting)
-            raise WorkerError(f"{late} did not answer within {timeout_s:g} s")
+            raise WorkerError(f"{late} did not answer within {timeout_s:g} s", kind="hung")
 
 
 def _cause_among(calls: list[Pending]) -> WorkerError | None:

@@ -20,6 +20,7 @@ from feedback.datasets import Prompt, prompts, redacted
 from feedback.lake.tables import Lake
 from serve.policies.store import MANIFEST
 from train.batch.packed import Rollout
+from train.config.algorithms import ONLINE_DPO
 from train.config.context_length import longest_context, longest_prompt
 from train.config.training import TrainConfig
 from train.data import own_prompts, pass_rates
@@ -39,6 +40,7 @@ class TrainingData:
     own: list[OwnPrompts] = field(default_factory=list)  # of train.data.prompts, in their order
     learned_prompts: frozenset[str] = frozenset()  # hashes of them all, as suites know prompts
     held_out: Sequence[Prompt] = ()  # of train.evaluate_suite
+    split: Mapping[str, int] = field(default_factory=dict)  # as of ``Traffic``
 
     @classmethod
     def of(
@@ -98,6 +100,10 @@ class TrainingData:
                 singleton_baseline=singleton_baseline,
                 filter_groups=singleton_baseline is not None and config.algorithm.filter_groups,
                 held_out=held_out,
+                sessions=data.sessions == "episodes",
+                splits=config.algorithm.name != ONLINE_DPO,
+                by_turn=config.algorithm.credit == "turn",
+                mean=data.session_reward == "mean",
             )
             logged = traffic.groups
         fresh = ""
@@ -130,6 +136,7 @@ class TrainingData:
             digest=hashlib.sha256(content.encode()).hexdigest(),
             own=own,
             held_out=evaluated,
+            split=traffic.split if traffic is not None else {},
         )
 
     @property
@@ -139,6 +146,11 @@ class TrainingData:
         for of in self.own:
             counts.update(of.left_out)
         return {f"prompts_left_out/{reason.replace(' ', '_')}": float(n) for reason, n in sorted(counts.items())}
+
+    @property
+    def conversations_split(self) -> dict[str, float]:
+        """Metrics: turns of logged conversations that begin a sequence of their own, by reason."""
+        return {f"traffic_split/{reason.replace(' ', '_')}": float(n) for reason, n in sorted(self.split.items())}
 
     @property
     def usable(self) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from feedback.config import RESERVED_NAMES, ScoringConfig
+from feedback.config import RESERVED_NAMES, ApiConfig, ScoringConfig
 from feedback.lake.tables import Lake
 from feedback.process_exit import skip_teardown
 from feedback.scoring.composition import compose
@@ -19,21 +19,24 @@ from feedback.scoring.scorer import NO_REASON, Source, guarded, load_rollout_sou
 from feedback.scoring.sources.judge_cache import JudgeCacheError
 from feedback.scoring.sources.reward_model import RewardModelError
 from feedback.scoring.sources.rules import COLUMNS, PerToken, Reasons, RuleError, Values, load_rule
+from train.config.training import TrainConfig
 from train.context import TrainingStopped
+from train.data.teacher import NAME as TEACHER
+from train.data.teacher import Teacher
 
 if TYPE_CHECKING:
     from train.controller.worker_group import WorkerGroup
 
-RewardSettings = str | ScoringConfig
-"""What rewards rollouts: module:function, or the sources of feedback.scoring that can."""
+RewardSettings = str | ScoringConfig | ApiConfig
+"""What rewards rollouts: module:function, the sources of feedback.scoring that can, or a teacher."""
 
 _OF_THE_DEADLINE: Final = 0.9
-"""Of the time that a reward may take: what a judge may. What it has not answered by then is missing."""
+"""Of the time that a reward may take: what a judge or a teacher may. What it has not answered by then is missing."""
 _MOST_REASONS: Final = 3
 _MOST_QUOTED: Final = 160
 
 CHECKED_RESPONSES: Final = f"""
-SELECT {", ".join(COLUMNS)} FROM interactions
+SELECT {", ".join(COLUMNS)}, prompt_token_ids FROM interactions
 SEMI JOIN (
     SELECT max((created_at, response_id)) AS newest FROM interactions
     WHERE status = 'complete' AND len(response_token_ids) > 0
@@ -62,6 +65,16 @@ class Rewards:
     reasons: dict[str, Reasons] = field(default_factory=dict)
     tokens: list[list[float] | None] | None = None
 
+    def row(self, number: int) -> Rewards:
+        """Those of one response, as plain numbers, which JSON can hold."""
+        value = self.values[number]
+        return Rewards(
+            [None if value is None else float(value)],
+            {name: [None if of[number] is None else float(of[number] or 0.0)] for name, of in self.components.items()},
+            {name: [of[number]] for name, of in self.reasons.items()},
+            None if self.tokens is None else [self.tokens[number]],
+        )
+
     @classmethod
     def joined(cls, parts: Sequence[Rewards]) -> Rewards:
         """Those of consecutive rows as one."""
@@ -84,6 +97,11 @@ class Rewards:
         return f"{name} {len(there)} of {len(self.values)}{mean}" + (f" (missing: {why})" if why else "")
 
 
+def rewarded_by(config: TrainConfig, given: str | ScoringConfig | None) -> RewardSettings:
+    """What rewards what is sampled: ``given`` by the context of a job, unless the algorithm has a teacher."""
+    return config.algorithm.teacher or given or ScoringConfig()
+
+
 RewardFunction = Callable[[pa.Table], Rewards]
 
 
@@ -101,6 +119,8 @@ class Reward:
             if isinstance(settings, str):
                 rule = load_rule(settings)
                 self.sources = [Source(rule.name, 1.0, rule.digest, by_row=guarded(rule.name, rule.by_row))]
+            elif isinstance(settings, ApiConfig):
+                self.sources = [Teacher(settings, _OF_THE_DEADLINE * timeout_s).source]
             else:
                 self.sources = load_rollout_sources(_within(settings, timeout_s))
         except (RuleError, RewardModelError, JudgeCacheError, ValueError) as error:
@@ -113,6 +133,8 @@ class Reward:
         return self._limited(rows)
 
     def _rewards(self, rows: pa.Table) -> Rewards:
+        if not isinstance(self.settings, ApiConfig):
+            rows = rows.select(COLUMNS)  # what scoring hands out too
         try:
             return reward_rows(self.sources, rows)
         except (RewardModelError, JudgeCacheError) as error:
@@ -246,7 +268,9 @@ def unusable(rewards: Rewards) -> str:
     A rule may have nothing to say of a response; that it raises, or returns what is no reward, is a failure.
     """
     for name, reasons in rewards.reasons.items():
-        failed = [why for why in reasons if why and (name in RESERVED_NAMES or why.startswith(f"rule {name} "))]
+        failed = [
+            why for why in reasons if why and (name in (*RESERVED_NAMES, TEACHER) or why.startswith(f"rule {name} "))
+        ]
         if reasons and len(failed) == len(reasons):
             return f"{name} gave none of {len(reasons)} responses a value ({commonest(failed)})"
     return ""
@@ -277,4 +301,6 @@ def _within(config: ScoringConfig, timeout_s: float) -> ScoringConfig:
 
 
 def _setting_of(settings: RewardSettings) -> str:
+    if isinstance(settings, ApiConfig):
+        return "train.algorithm.teacher"
     return f"train.reward={settings}" if isinstance(settings, str) else "feedback.scoring"

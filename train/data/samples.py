@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,7 +23,8 @@ class Scored:
     """Responses that were sampled and rewarded.
 
     ``rewards``: of each, before its length cost anything. ``components``: the values of each rule, by name,
-    where it has one. ``overlong``: what lengths cost. ``unrewarded``: responses without a reward.
+    where it has one. ``overlong``: what lengths cost. ``unrewarded``: responses without a reward. ``dropped``: episodes
+    with an environment that can't be learned from, by reason.
     ``missing``: the share of the responses for which a component has no value, by name; of the last ones, where several
     were added.
     """
@@ -34,6 +35,7 @@ class Scored:
     overlong: list[float] = field(default_factory=list)
     unrewarded: int = 0
     missing: dict[str, float] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
 
     def __add__(self, other: Scored) -> Scored:
         names = self.components.keys() | other.components.keys()
@@ -44,6 +46,7 @@ class Scored:
             self.overlong + other.overlong,
             self.unrewarded + other.unrewarded,
             other.missing or self.missing,
+            dict(Counter(self.dropped) + Counter(other.dropped)),
         )
 
 
@@ -92,6 +95,7 @@ def score(
                 group=first_group + group,
                 temperature=config.rollout.temperature,
                 truncated=sample.finish_reason == "length",
+                policies=sample.policies,
                 baseline=baselines.get(group) or 0.0,
             )
             for i in kept
@@ -117,10 +121,11 @@ def _shaped(tokens: Sequence[list[float] | None] | None, row: int, cost: float) 
 
 
 def table_of(samples: Sequence[tuple[Prompt, Sample]]) -> pa.Table:
-    """The rows that a reward function gets."""
+    """The rows that a reward gets; functions see those of ``feedback.scoring.sources.rules.COLUMNS`` of it."""
     return pa.table(
         {
             "prompt": pa.array([p.prompt for p, _ in samples], pa.string()),
+            "prompt_token_ids": pa.array([p.prompt_token_ids for p, _ in samples], pa.list_(pa.int32())),
             "messages": pa.array([p.messages for p, _ in samples], pa.string()),
             "response": pa.array([s.text for _, s in samples], pa.string()),
             "response_token_ids": pa.array([s.token_ids for _, s in samples], pa.list_(pa.int32())),

@@ -6,7 +6,7 @@ or of one of Millrace's own (``train.dataflows.online.Online``); override ``step
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from feedback.lake.tables import Lake
 from train import algorithms
 from train.config.training import TrainConfig
 from train.context import JobContext
+from train.observe.hooks import Answer
 from train.observe.progress import StepTimer
 from train.workers.role_groups import Groups
 
@@ -36,7 +37,11 @@ class Data(Protocol):
 
 @dataclass
 class Run:
-    """What a dataflow works with. ``timer`` measures the parts of a step."""
+    """What a dataflow works with.
+
+    ``timer`` measures the parts of a step. ``evaluation``: what hooks measure of answers to held-out prompts, after a
+    step.
+    """
 
     config: TrainConfig
     context: JobContext
@@ -44,6 +49,7 @@ class Run:
     data: Any
     seed: int
     timer: StepTimer
+    evaluation: Callable[[int, Sequence[Answer]], dict[str, float]]
 
 
 class Dataflow:
@@ -80,3 +86,6 @@ class Dataflow:
 
     def resume(self, state: Any) -> None:
         """Go on after the step that returned ``state``; the workers have the weights that they had then."""
+
+    def close(self) -> None:
+        """End what goes on beside the steps; called once, while the workers are there, however the run ends."""

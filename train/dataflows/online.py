@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
-from pydantic import TypeAdapter
 
 from feedback.datasets import Prompt
 from feedback.lake.tables import Lake
 from train import algorithms
-from train.batch.packed import PackedBatch, Rollout, Sample
+from train.batch.packed import PackedBatch, Rollout
+from train.checkpoint.folders import CheckpointError
 from train.checkpoint.random_state import seed_of
 from train.config.training import TrainConfig, check_baseline
 from train.context import TrainingStopped
-from train.controller.worker_group import Pending
-from train.data import pass_rates
+from train.data import episodes, pass_rates
+from train.data.curriculum import Curriculum
+from train.data.episodes import check_dropped
 from train.data.prompts import TrainingData
 from train.data.rewards import Rewards, check_rewards, commonest
 from train.data.samples import Informative, Scored, score, table_of
 from train.dataflows.base import Dataflow, Run
 from train.objectives.kl import adapted_coefficient
-from train.observe.health import Drawn, at_end, health
+from train.observe.health import Drawn, at_end, health, of_policies
+from train.observe.hooks import Answer
 from train.observe.progress import say
+from train.rollouts.request import Request, requests_of
+from train.rollouts.schedule import Schedule
+from train.rollouts.stream import RolloutStream
 
-Samples = list[list[Sample]]
-"""Of each prompt; the last one is the greedy one, if the algorithm needs it."""
+Sampled = list[list[Any]]
+"""Samples, or with an environment episodes, of each prompt; the last is the greedy one, if the algorithm needs it."""
 
 _ORDER: Final = 1
 """Tells the seed of minibatches from that of samples, which step and round name."""
-
-_AHEAD = TypeAdapter(Samples | None)
 
 
 class Online(Dataflow):
@@ -42,13 +45,15 @@ class Online(Dataflow):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.ahead: Samples | None = None
-        """Responses to the next step's prompts, where they are sampled while this step learns."""
-        self.pending: Pending | None = None
-        """The call that samples them."""
+        self.version = 0
+        """Steps that the weights have behind them that generation has."""
+        self.stream = self.open_stream() if run.config.samples and run.config.rollout.staleness > 0 else None
+        """What is sampled over several steps, where that is allowed."""
         self.solved: pass_rates.Counts = {}
         """Of the prompts of one's own, where they are counted."""
         self.own = {id(prompt) for of in run.data.own for prompt in of.prompts} if run.config.data.pass_rate else set()
+        by = run.config.data.curriculum
+        self.curriculum = None if by is None else Curriculum(by, run.data.prompts, run.seed)
 
     @classmethod
     def read(
@@ -61,16 +66,31 @@ class Online(Dataflow):
 
     def state(self) -> Any:
         return {
-            "ahead": _AHEAD.dump_python(self.ahead, mode="json"),
+            "version": self.version,
+            "sampled": None if self.stream is None else self.stream.state(),
             "kl_coefficient": self.algorithm.kl_coefficient,
             "solved": self.solved,
+            "curriculum": None if self.curriculum is None else self.curriculum.state(),
         }
 
     def resume(self, state: Any) -> None:
-        self.ahead = _AHEAD.validate_python(state["ahead"])
+        self.version = state.get("version", 0)
         self.algorithm.kl_coefficient = state["kl_coefficient"]
         self.solved = state.get("solved", {})
-        self.run.groups.reshard()
+        if self.curriculum is not None:
+            self.curriculum.resume(state["curriculum"])
+        self.run.groups.reshard(self.version)
+        if self.stream is not None:
+            if state.get("sampled") is None:
+                raise CheckpointError(
+                    "the checkpoint is of an earlier version of Millrace, and does not say what was sampled: finish "
+                    "the run with that version, or give this one another name (--run)"
+                )
+            self.stream.resume(state["sampled"], step=self.version, episodes=self.run.config.environment is not None)
+
+    def close(self) -> None:
+        if self.stream is not None:
+            self.stream.close()
 
     def step(self, step: int) -> dict[str, float]:
         at_start = self.measure(step, "held_out_at_start") if step == 0 else {}
@@ -85,10 +105,14 @@ class Online(Dataflow):
         else:
             say(f"{self.run.context.run}: step {step + 1} makes no update: {drawn}")
         metrics = health(drawn, batch, updates) | {"traffic_left_out": float(self.run.data.left_out)}
-        metrics |= self.run.data.prompts_left_out
+        metrics |= self.run.data.prompts_left_out | self.run.data.conversations_split
+        if self.curriculum is not None:
+            metrics |= self.curriculum.metrics(step)
+        if self.stream is not None:
+            metrics |= of_policies(step, drawn.rollouts) | {"queued_groups": float(self.stream.queued)}
         if batch is not None and updates and step + 1 == self.run.config.steps:
             metrics |= at_end(batch, self.run.groups.actor.log_probs(batch))
-        self.reshard()
+        self.reshard(step + 1)
         if self.own and step + 1 == self.run.config.steps:
             assert self.run.config.data.pass_rate is not None
             pass_rates.keep(self.run.context.folder, self.run.config.data.pass_rate, self.solved)
@@ -102,28 +126,28 @@ class Online(Dataflow):
         groups, timer, config = self.run.groups, self.run.timer, self.run.config
         if groups.rollout is None:
             return Scored()
-        sampled = self.ahead if self.ahead is not None else self.generate(step, groups.rollout.generate)
-        timer.record("generate")
-        if config.rollout.staleness > 0 and step + 1 < config.steps:
-            groups.reshard()  # the next batch is sampled with the weights of now, while they are trained on this one
-            timer.record("reshard")
-            self.pending = self.generate(step + 1, groups.rollout.generate.start)
-        scored = self.score(step, sampled)
+        if self.stream is not None:
+            taken = self.stream.take(step)
+            groups.sleep()
+            timer.record("generate" if groups.rendezvous is None else "wait")
+            known = None
+            if groups.reward is not None:
+                known = Rewards.joined([rewards for group in taken for rewards in group.rewarded])
+            return self.score(step, [group.prompt for group in taken], [group.sampled for group in taken], known)
+        scored = self.score(step, prompts := self.prompts_of(step, 0), self.generate(step, prompts))
         for again in range(1, config.algorithm.resample_rounds + 1):
             if self.informative(scored.rollouts).groups >= self.run.data.prompts.count:
                 break
-            sampled = self.generate(step, groups.rollout.generate, again)
-            timer.record("generate")
-            scored += self.score(step, sampled, again)
-        if self.pending is None:
-            groups.sleep()
+            sampled = self.generate(step, prompts := self.prompts_of(step, again), again)
+            scored += self.score(step, prompts, sampled, first_group=again * len(prompts))
+        groups.sleep()
         return scored
 
     def logged(self, step: int, fresh: Scored) -> list[Rollout]:
         """Responses that were served, as groups numbered on from the fresh ones."""
         taken = 1 + max((rollout.group for rollout in fresh.rollouts), default=-1)
         groups = enumerate(self.run.data.traffic.at(step), start=taken)
-        return [replace(rollout, group=number) for number, group in groups for rollout in group]
+        return [rollout.in_group(number) for number, group in groups for rollout in group]
 
     def select(self, fresh: Scored, logged: list[Rollout]) -> Drawn:
         """Leave out what has nothing to be compared with, where responses are compared with their group.
@@ -132,11 +156,11 @@ class Online(Dataflow):
         """
         rollouts = fresh.rollouts + logged
         if not self.algorithm.compares_groups:
-            return Drawn(fresh, logged, rollouts)
+            return Drawn(fresh, logged, self.algorithm.kept(rollouts))
         found = self.informative(rollouts)
         wanted = sorted({r.group for r in found.rollouts if r.fresh})[: self.run.data.prompts.count]
         kept = [r for r in found.rollouts if not r.fresh or r.group in wanted]
-        return Drawn(fresh, logged, kept, found.uninformative, found.left_alone)
+        return Drawn(fresh, logged, self.algorithm.kept(kept), found.uninformative, found.left_alone)
 
     def informative(self, rollouts: list[Rollout]) -> Informative:
         algorithm = self.run.config.algorithm
@@ -151,17 +175,29 @@ class Online(Dataflow):
         prompts, groups = self.run.data.held_out, self.run.groups
         if not prompts or groups.rollout is None:
             return {}
-        if self.ahead is not None:  # then generation has the weights of before this step
-            groups.reshard()
-        sampled: Samples = groups.rollout.generate([p.prompt_token_ids for p in prompts], n=0, greedy=True)
-        samples = [(prompt, of[0]) for prompt, of in zip(prompts, sampled, strict=True)]
-        found = self.rewards(step, table_of(samples))
-        rewards = [reward for reward in found.values if reward is not None]
+        sampled = groups.rollout.generate(self.sampled_for(prompts), n=0, seed=self.run.seed, greedy=True)
+        if self.run.config.environment is None:
+            samples = [(prompt, of[0]) for prompt, of in zip(prompts, sampled, strict=True)]
+            found = self.checked(step, self.reward(table_of(samples)))
+            answers = [
+                Answer(prompt, sample, reward) for (prompt, sample), reward in zip(samples, found.values, strict=True)
+            ]
+            lengths = [len(sample.token_ids) for _, sample in samples]
+        else:
+            check_dropped(played := [of[0] for of in sampled], self.run.config)
+            answers = [
+                Answer(prompt, episode, None if episode.dropped else sum(episode.rewards))
+                for prompt, episode in zip(prompts, played, strict=True)
+            ]
+            lengths = [episode.sampled_tokens for episode in played]
+        rewards = [answer.reward for answer in answers if answer.reward is not None]
+        more = self.run.evaluation(step, answers)
         self.run.timer.record("held_out")
         return {
+            **{f"{name}/{key}": value for key, value in more.items()},
             **({f"{name}/reward": sum(rewards) / len(rewards)} if rewards else {}),
-            f"{name}/response_length": sum(len(sample.token_ids) for _, sample in samples) / len(samples),
-            f"{name}/unrewarded": float(len(samples) - len(rewards)),
+            f"{name}/response_length": sum(lengths) / len(lengths),
+            f"{name}/unrewarded": float(len(lengths) - len(rewards)),
         }
 
     # ------------------------------------------------------------------------------------------------------ learning
@@ -247,36 +283,87 @@ class Online(Dataflow):
 
     # ------------------------------------------------------------------------------------------------------ sampling
 
-    def generate(self, step: int, call: Callable[..., Any], again: int = 0) -> Any:
-        """Sample for a step's prompts, of round ``again``; ``call`` is the rollout's ``generate``, or its ``start``."""
-        return call(
-            [prompt.prompt_token_ids for prompt in self.prompts_of(step, again)],
-            n=self.run.config.algorithm.group_size,
-            seed=seed_of(self.run.seed, step, again),
-            greedy=self.algorithm.needs_greedy,
+    def open_stream(self) -> RolloutStream:
+        """What samples the groups of all steps, in order."""
+        config, groups = self.run.config, self.run.groups
+        assert groups.rollout is not None
+        each, greedy = config.algorithm.group_size, self.algorithm.needs_greedy
+        per_step = config.data.fresh_prompts_per_step
+        prompts_of = lru_cache(maxsize=4)(lambda step: self.prompts_of(step, 0))
+
+        def requests(number: int, prompt: Prompt) -> list[Request]:
+            step, place = divmod(number, per_step)
+            how: dict[str, Any] = {"n": each, "greedy": greedy, "episodes": config.environment is not None}
+            return requests_of(
+                str(step), self.sampled_for([prompt]), [place], seed=seed_of(self.run.seed, step, 0), **how
+            )
+
+        return RolloutStream(
+            Schedule(per_step, config.rollout.staleness, config.steps),
+            engines=config.ranks_of(config.placement.rollout) // config.rollout.tensor_parallel_size,
+            size=each + greedy,
+            prompt_of=lambda number: prompts_of(number // per_step)[number % per_step],
+            requests_of=requests,
+            advance=groups.rollout.advance,
+            reward=None if groups.reward is None else lambda samples: self.reward(table_of(samples)),
+            beside=groups.rendezvous is not None,
+            timeout_s=config.step_timeout_s,
         )
 
-    def score(self, step: int, sampled: Samples, again: int = 0) -> Scored:
-        config, prompts = self.run.config, self.prompts_of(step, again)
-        scored = score(
-            prompts,
-            sampled,
-            partial(self.rewards, step),
-            config,
-            first_group=again * len(prompts),
-            greedy=self.algorithm.needs_greedy,
-        )
+    def sampled_for(self, prompts: Sequence[Prompt]) -> Sequence[Any]:
+        """What is sampled for: token ids; an environment needs all there is of the prompts."""
+        return prompts if self.run.config.environment is not None else [p.prompt_token_ids for p in prompts]
+
+    def generate(self, step: int, prompts: list[Prompt], again: int = 0) -> Sampled:
+        """Sample for prompts of a step, of round ``again``."""
+        rollout = self.run.groups.rollout
+        assert rollout is not None
+        how: dict[str, Any] = {"n": self.run.config.algorithm.group_size, "greedy": self.algorithm.needs_greedy}
+        sampled: Sampled = rollout.generate(self.sampled_for(prompts), seed=seed_of(self.run.seed, step, again), **how)
+        self.run.timer.record("generate")
+        return sampled
+
+    def score(
+        self, step: int, prompts: list[Prompt], sampled: Sampled, known: Rewards | None = None, first_group: int = 0
+    ) -> Scored:
+        """What was sampled, with its rewards: ``known`` ones, or else those that the reward gives it."""
+        config = self.run.config
+        how: dict[str, Any] = {"first_group": first_group, "greedy": self.algorithm.needs_greedy}
+        if config.environment is None:
+
+            def rewards(rows: pa.Table) -> Rewards:
+                return self.checked(step, self.reward(rows) if known is None else known)
+
+            scored = score(prompts, sampled, rewards, config, **how)
+        else:
+            scored = self.played(step, prompts, sampled, how)
         self.run.timer.record("score")
-        self.count_solved(prompts, again * len(prompts), scored)
-        if not scored.rollouts and not again:
+        self.count_solved(prompts, first_group, scored)
+        if self.curriculum is not None:
+            self.count_results(self.curriculum, step, first_group, scored)
+        if not scored.rollouts and not first_group:
             raise TrainingStopped(f"step {step + 1}: none of {scored.unrewarded} sampled responses got a reward")
         return scored
 
-    def rewards(self, step: int, rows: pa.Table) -> Rewards:
-        """The rewards of what a step sampled. Raises TrainingStopped if it can't learn from them."""
+    def played(self, step: int, prompts: list[Prompt], sampled: Sampled, how: dict[str, Any]) -> Scored:
+        """The episodes of a step. Raises TrainingStopped if it can't learn from them."""
+        where = f"step {step + 1}"
+        try:
+            scored = episodes.scored(prompts, sampled, self.run.config, **how)
+        except TrainingStopped as stopped:
+            raise TrainingStopped(f"{where}: {stopped}") from None
+        if details := [f"{e.dropped}: {e.detail}" for of in sampled for e in of if e.dropped]:
+            say(f"{self.run.context.run}: {where}: dropped of {sum(map(len, sampled))} episodes: {commonest(details)}")
+        return scored
+
+    def reward(self, rows: pa.Table) -> Rewards:
+        """The rewards of rows of responses."""
         reward = self.run.groups.reward
         assert reward is not None
-        found = reward(rows)
+        return reward(rows)
+
+    def checked(self, step: int, found: Rewards) -> Rewards:
+        """The rewards of what a step sampled. Raises TrainingStopped if it can't learn from them."""
         most, per_token = self.run.config.reward_max_missing, self.algorithm.takes_token_rewards
         where = f"step {step + 1}"
         try:
@@ -284,7 +371,8 @@ class Online(Dataflow):
         except TrainingStopped as stopped:
             raise TrainingStopped(f"{where}: {stopped}") from None
         if whys := [f"{name}: {why}" for name, reasons in found.reasons.items() for why in reasons if why]:
-            say(f"{self.run.context.run}: {where}: missing in the rewards of {len(rows)}: {commonest(whys)}")
+            count = len(found.values)
+            say(f"{self.run.context.run}: {where}: missing in the rewards of {count}: {commonest(whys)}")
         return found
 
     def count_solved(self, prompts: list[Prompt], first_group: int, scored: Scored) -> None:
@@ -294,21 +382,32 @@ class Online(Dataflow):
         assert self.run.config.data.pass_rate is not None
         enough = self.run.config.data.pass_rate.solved_reward
         for rollout, reward in zip(scored.rollouts, scored.rewards, strict=True):
-            if id(prompts[rollout.group - first_group]) in self.own:
-                count = self.solved.setdefault(pass_rates.key(rollout.prompt), [0, 0])
+            prompt = prompts[rollout.group - first_group]
+            if id(prompt) in self.own:
+                count = self.solved.setdefault(pass_rates.key(prompt.prompt_token_ids), [0, 0])
                 count[0] += 1
                 count[1] += reward >= enough
 
+    def count_results(self, curriculum: Curriculum, step: int, first_group: int, scored: Scored) -> None:
+        """Count what a round came to, for ``train.data.curriculum``."""
+        again, enough = first_group // self.run.data.prompts.count, curriculum.config.solved_reward
+        solved: dict[int, list[bool]] = {}
+        for rollout, reward in zip(scored.rollouts, scored.rewards, strict=True):
+            solved.setdefault(rollout.group - first_group, []).append(reward >= enough)
+        curriculum.count(step, again, solved)
+
     def prompts_of(self, step: int, again: int) -> list[Prompt]:
-        """The prompts of a round of a step: a function of both alone. A round that isn't needed skips its own."""
+        """The prompts of a round of a step: a function of both alone. A round that isn't needed skips its own.
+
+        With a curriculum also of what was counted before it was drawn, and no round skips any.
+        """
+        if self.curriculum is not None:
+            return self.curriculum.at(step, again)
         return self.run.data.prompts.at(step * (1 + self.run.config.algorithm.resample_rounds) + again)
 
-    def reshard(self) -> None:
-        """Generate with the weights as they are from here on; or have what was sampled ahead."""
-        if self.pending is not None:
-            self.ahead, self.pending = self.pending.result(), None
-            self.run.timer.record("wait")
-        else:
-            self.ahead = None
-            self.run.groups.reshard()
-            self.run.timer.record("reshard")
+    def reshard(self, version: int) -> None:
+        """Generate with the weights as they are, of so many steps; what is under way goes on with them."""
+        with nullcontext() if self.stream is None else self.stream.updating(version):
+            self.run.groups.reshard(version)
+        self.version = version
+        self.run.timer.record("reshard")

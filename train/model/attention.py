@@ -54,17 +54,20 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     return True
 
 
-def share_sequences(model: nn.Module, group: ProcessGroup) -> None:
+def share_sequences(model: nn.Module, group: ProcessGroup, tensor_parallel: int = 1) -> None:
     """Have ``train.model.fsdp.token_log_probs`` run ``model`` on this rank's slice of the tokens.
+
+    ``tensor_parallel``: ranks that share the heads already, of which each then shares its own.
 
     Raises:
         ValueError: the heads cannot be shared out among the ranks, or the model makes its own attention.
     """
     config, size = model.config.get_text_config(), group.size()
-    if config.num_attention_heads % size:
+    times = "" if tensor_parallel == 1 else f" times train.fsdp.tensor_parallel={tensor_parallel}"
+    if config.num_attention_heads % (size * tensor_parallel):
         raise ValueError(
-            f"train.fsdp.sequence_parallel={size} does not divide the {config.num_attention_heads} attention heads of "
-            f"{type(model).__name__}; use a divisor of them"
+            f"train.fsdp.sequence_parallel={size}{times} does not divide the {config.num_attention_heads} attention "
+            f"heads of {type(model).__name__}; use a divisor of them"
         )
     if config._attn_implementation != IMPLEMENTATION:
         raise ValueError(
@@ -177,7 +180,7 @@ def _by_length(
         k, v = (take_rows(x, packing.key_order) for x in (k, v))
     if q.device.type == "cpu":
         # Measured: torch's CPU kernel takes up to four times as long backward in bfloat16 as in float32.
-        q, k, v = (x.float() for x in (q, k, v))
+        q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
     queries = [count * length for count, length, _ in packing.shapes]
     keys = [count * (prefix + length) for count, length, prefix in packing.shapes]
     outs = []
@@ -220,12 +223,14 @@ def by_scores(
     """Attention with what ``scaled_dot_product_attention`` has not: a soft cap on scores, sinks. [n, heads, L, D]."""
     times = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(2, 3)).to(exact) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if allowed is None:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    scores = scores.masked_fill(~allowed, -torch.inf)
+        longer = k.shape[2] - q.shape[2]  # keys of a cache come first
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(longer)
+    scores = scores.masked_fill(~allowed, torch.finfo(exact).min)  # not -inf: what fills a batch up may see nothing
     if sinks is not None:
         column = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
@@ -13,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
 from train.batch.packed import PackedBatch
 from train.batch.prompt_rows import Rows, all_rows, fewest_rows
 from train.config.sections import FsdpConfig, LoraConfig
+from train.import_object import import_object
 from train.model.attention import IMPLEMENTATION, packed, share_sequences, use_packed_attention
 from train.model.attention_calls import Packing
 from train.model.fused_log_probs import scored_by_head
@@ -36,6 +38,7 @@ from train.model.hf_io import (
 from train.model.lora import add_adapters, initialise, plain_parameters
 from train.model.mesh import Meshes, make_meshes
 from train.model.shard_dimensions import placement_for
+from train.model.tensor_parallel import share_layers
 from train.model.ulysses import Ulysses, sequence_parallel_group
 
 log = logging.getLogger(__name__)
@@ -89,7 +92,7 @@ def build(
     remember_names(model, policy)
     choose_attention(model, options.attention, dtype, device)
     if meshes.sp is not None:
-        share_sequences(model, meshes.sp)
+        share_sequences(model, meshes.sp, 1 if meshes.tp is None else meshes.tp.size())
     if lora is not None:
         add_adapters(model, lora)
     if frozen:
@@ -97,6 +100,8 @@ def build(
     for parameter in model.parameters():
         if not parameter.requires_grad and (frozen or stored == dtype):
             parameter.data = parameter.data.to(dtype)
+    if meshes.tp is not None:
+        share_layers(model, meshes.tp)
     layers = decoder_layers(model, options.layers)
     if activation_checkpointing:
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
@@ -105,13 +110,19 @@ def build(
         log_once(f"train.fsdp.cpu_offload does nothing: the compute device is {device}")
     how: dict[str, Any] = {
         "mesh": meshes.fsdp,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32)),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         "shard_placement_fn": placement_for(model, meshes.fsdp.size(-1)),
     }
+    if options.compile_layers is not None:
+        require_backend(options.compile_layers)
+        for layer in layers:
+            layer.compile(backend=options.compile_layers)
     for layer in reversed(layers):
-        fully_shard(layer, **how)
+        fully_shard(layer, reshard_after_forward=frozen or options.reshard_after_forward, **how)
     fully_shard(model, **how)
+    if options.prefetch_layers is not None:
+        prefetch(layers, options.prefetch_layers)
     home = torch.device("cpu") if offload else device
     load(model, policy, home, unstored)
     if lora is not None:
@@ -131,12 +142,31 @@ def skeleton(config: PretrainedConfig, make: Make = causal_lm) -> PreTrainedMode
     return model
 
 
-def decoder_layers(model: nn.Module, classes: list[str] | None) -> list[nn.Module]:
-    """The modules to shard by: of the classes named, or those that the model itself declares indivisible.
+def require_backend(name: str) -> None:
+    """Raise ValueError if torch.compile has no backend of this name."""
+    if name not in torch.compiler.list_backends(exclude_tags=()):
+        usual = ", ".join(torch.compiler.list_backends())
+        raise ValueError(f"train.fsdp.compile_layers={name!r} is no backend of torch.compile; use one of {usual}")
+
+
+def prefetch(layers: list[nn.Module], count: int) -> None:
+    """Have each of the sharded ``layers`` gather so many that come after it, in the forward and the backward pass."""
+    for i, layer in enumerate(layers):
+        assert isinstance(layer, FSDPModule)
+        layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + count])
+        layer.set_modules_to_backward_prefetch(layers[max(0, i - count) : i][::-1])
+
+
+def decoder_layers(model: nn.Module, classes: list[str] | str | None) -> list[nn.Module]:
+    """The modules to shard by, in the model's order: of the classes named, or those that ``module:name`` returns, or
+    those that the model itself declares indivisible.
 
     Raises:
-        ValueError: there is no such module; the message lists the classes that there are.
+        ValueError: there is no such module, and the message lists the classes that there are; or what a function
+            returns can't be sharded by.
     """
+    if isinstance(classes, str):
+        return chosen_layers(model, classes)
     wanted = set(classes if classes is not None else model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in wanted]
     missing = wanted - {type(module).__name__ for module in layers}
@@ -148,6 +178,27 @@ def decoder_layers(model: nn.Module, classes: list[str] | None) -> list[nn.Modul
             f"decoder layers, out of: {', '.join(there)}"
         )
     return layers
+
+
+def chosen_layers(model: nn.Module, name: str) -> list[nn.Module]:
+    """As ``decoder_layers``, by the function that ``train.fsdp.layers`` names."""
+    setting = f"train.fsdp.layers={name!r}"
+    wanted = {id(module) for module in import_object("train.fsdp.layers", name, "function")(model)}
+    found = [(path, module) for path, module in model.named_modules() if id(module) in wanted]
+    if not found or len(found) < len(wanted):
+        raise ValueError(
+            f"{setting} returned {len(wanted)} modules, of which {len(found)} are {type(model).__name__}'s"
+        )
+    users = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for path, module in found:
+        inside = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+        if not path:
+            raise ValueError(f"{setting} returned the model itself, which is sharded anyway; leave it out")
+        if inner := next((other for other, _ in found if other.startswith(f"{path}.")), None):
+            raise ValueError(f"{setting} returned {path} and {inner}, which is inside it; choose one")
+        if any(count < users[p] for p, count in inside.items()):
+            raise ValueError(f"{setting} returned {path}, whose weight is tied to one outside it; leave it out")
+    return [module for _, module in found]
 
 
 def choose_attention(model: PreTrainedModel, requested: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -192,7 +243,7 @@ def token_log_probs(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tenso
 
     # Each sampled token is scored where the token before it is.
     log_probs, entropy = outputs_at(model, batch, sampled - 1, head).unbind(-1)
-    zeros = torch.zeros(len(batch.tokens), device=log_probs.device)
+    zeros = log_probs.new_zeros(len(batch.tokens))
     at = (sampled.to(log_probs.device),)
     return zeros.index_put(at, log_probs).cpu(), zeros.index_put(at, entropy).cpu()
 

@@ -15,10 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from train.batch.prompt_rows import take_rows
+from train.model.hf_io import own_slice
+from train.model.tensor_parallel import local
 
 TILE = {"cpu": (1024, 1024), "cuda": (4096, 8192)}
 """Tokens and vocabulary entries of one tile, by device type."""
@@ -39,6 +43,33 @@ class LogitTransform:
 IDENTITY = LogitTransform()
 
 
+@dataclass(frozen=True)
+class VocabularySlice:
+    """A rank's slice of the vocabulary's entries, which begins at ``first``; the ranks of ``group`` have them all."""
+
+    group: ProcessGroup
+    first: int
+
+    @classmethod
+    def of(cls, weight: Tensor) -> VocabularySlice | None:
+        """That of the output layer's weight under tensor parallelism; None of one that is whole."""
+        if not isinstance(weight, DTensor):
+            return None
+        return cls(weight.device_mesh.get_group(), own_slice(weight)[0].start)
+
+    def over_all(self, peaks: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Of this slice's → of all entries: the largest logit of each token, and its target's logit and the sums of
+        exp(z - peak) and exp(z - peak)·(z - peak), [K] and [3, K]. Two all-reduces; logits stay where they are."""
+        highest = peaks.clone()
+        torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, group=self.group)
+        chosen, sum_exp, sum_exp_z = sums
+        fell = peaks - highest
+        shrink = fell.exp()
+        total = torch.stack([chosen, shrink * sum_exp, shrink * (sum_exp_z + fell * sum_exp)])
+        torch.distributed.all_reduce(total, group=self.group)
+        return highest, total
+
+
 def log_probs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -47,10 +78,12 @@ def log_probs_and_entropy(
     temperatures: Tensor,
     transform: LogitTransform = IDENTITY,
     tile: tuple[int, int] | None = None,
+    shared: VocabularySlice | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of each target, and the entropy of the distribution that it is taken from; differentiable.
 
-    The logits are those of ``functional.linear(hidden, weight, bias)`` in its dtype; all else is float32.
+    The logits are those of ``functional.linear(hidden, weight, bias)`` in its dtype; all else is float32, or float64
+    if that is.
 
     Args:
         hidden, weight, bias: [K, H], [V, H] and [V], in the compute dtype.
@@ -58,12 +91,14 @@ def log_probs_and_entropy(
         temperatures: float32 [K]; the transformed logits are divided by them.
         transform: what the model does to its logits.
         tile: tokens and vocabulary entries of a tile; by default those of the device.
+        shared: if ``weight`` and ``bias`` are a slice of the vocabulary's entries, which, and who has the others: all
+            of them call with the same of everything else, and get the same.
 
     Returns:
         (log_probs, entropy): float32 [K], nats.
     """
     tile = tile or TILE.get(hidden.device.type, TILE["cuda"])
-    return _TiledHead.apply(hidden, weight, bias, targets, temperatures, transform, tile)
+    return _TiledHead.apply(hidden, weight, bias, targets, temperatures, transform, tile, shared)
 
 
 class _TiledHead(torch.autograd.Function):
@@ -77,15 +112,19 @@ class _TiledHead(torch.autograd.Function):
         temperatures: Tensor,
         transform: LogitTransform,
         tile: tuple[int, int],
+        shared: VocabularySlice | None,
     ) -> tuple[Tensor, Tensor]:
-        log_normalisers, log_probs, entropies = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        log_normalisers, log_probs, entropies = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
+        first = 0 if shared is None else shared.first
+        peaks, sums = torch.empty_like(log_probs), log_probs.new_empty(3, len(hidden))
         for tokens in _slices(len(hidden), tile[0]):
             # With z the logits and peak the largest so far: the sums of exp(z - peak) and of exp(z - peak)·(z - peak).
             chosen, sum_exp, sum_exp_z = (torch.zeros_like(log_probs[tokens]) for _ in range(3))
-            peak = torch.full_like(chosen, torch.finfo(torch.float32).min)
+            peak = torch.full_like(chosen, torch.finfo(exact).min)
             for entries in _slices(len(weight), tile[1]):
                 z = _tile(hidden, weight, bias, temperatures, transform, tokens, entries)
-                inside, place = _places(targets[tokens], entries)
+                inside, place = _places(targets[tokens] - first, entries)
                 chosen = torch.where(inside, z.gather(1, place)[:, 0], chosen)
                 higher = torch.maximum(peak, z.amax(1))
                 fell, peak = peak - higher, higher
@@ -95,10 +134,14 @@ class _TiledHead(torch.autograd.Function):
                 sum_exp_z = shrink * (sum_exp_z + fell * sum_exp)
                 sum_exp = shrink * sum_exp + e.sum(1)
                 sum_exp_z += e.mul_(z).sum(1)
-            log_sum = sum_exp.log()
-            log_normalisers[tokens] = peak + log_sum
-            log_probs[tokens] = chosen - log_normalisers[tokens]
-            entropies[tokens] = log_sum - sum_exp_z / sum_exp
+            peaks[tokens], sums[:, tokens] = peak, torch.stack([chosen, sum_exp, sum_exp_z])
+        if shared is not None:
+            peaks, sums = shared.over_all(peaks, sums)
+        chosen, sum_exp, sum_exp_z = sums
+        log_sum = sum_exp.log()
+        log_normalisers = peaks + log_sum
+        log_probs, entropies = chosen - log_normalisers, log_sum - sum_exp_z / sum_exp
+        ctx.shared = shared
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, log_normalisers, entropies)
         ctx.transform, ctx.tile = transform, tile
         ctx.set_materialize_grads(False)
@@ -109,10 +152,12 @@ class _TiledHead(torch.autograd.Function):
         """With p the probabilities and h the entropy: ∂log p_y/∂z = 1[y] − p, and ∂h/∂z = −p (log p + h)."""
         hidden, weight, bias, targets, temperatures, log_normalisers, entropies = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
+        shared: VocabularySlice | None = ctx.shared
+        first = 0 if shared is None else shared.first
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(entropies)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device) if wants_hidden else None
+        grad_hidden = torch.zeros(hidden.shape, dtype=entropies.dtype, device=hidden.device) if wants_hidden else None
         grad_weight = torch.empty_like(weight) if wants_weight else None
         grad_bias = torch.empty_like(bias) if wants_bias else None
         for entries in _slices(len(weight), ctx.tile[1]):
@@ -128,7 +173,7 @@ class _TiledHead(torch.autograd.Function):
                 else:
                     slope = (z + entropies[tokens, None]).mul_(-grad_entropy[tokens, None])
                     d = z.exp_().mul_(slope.sub_(grad_log_probs[tokens, None]))
-                inside, place = _places(targets[tokens], entries)
+                inside, place = _places(targets[tokens] - first, entries)
                 d.scatter_add_(1, place, (grad_log_probs[tokens] * inside)[:, None])
                 if through is not None:
                     d.mul_(through)
@@ -138,8 +183,10 @@ class _TiledHead(torch.autograd.Function):
             if grad_weight is not None:
                 torch.mm(gradient.t(), hidden, out=grad_weight[entries])
             if grad_bias is not None:
-                grad_bias[entries] = gradient.sum(0, dtype=torch.float32)
-        return grad_hidden if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 4
+                grad_bias[entries] = gradient.sum(0, dtype=entropies.dtype)
+        if grad_hidden is not None and shared is not None:
+            torch.distributed.all_reduce(grad_hidden, group=shared.group)
+        return grad_hidden if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, *[None] * 5
 
 
 def _slices(length: int, size: int) -> Iterator[slice]:
@@ -157,7 +204,8 @@ def _tile(
     entries: slice,
 ) -> Tensor:
     """float32 [tokens, entries]: transformed logits over the temperature; the caller may write to it."""
-    x = functional.linear(hidden[tokens], weight[entries], None if bias is None else bias[entries]).float()
+    x = functional.linear(hidden[tokens], weight[entries], None if bias is None else bias[entries])
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if transform.cap is not None:
         return x.mul_(transform.scale / transform.cap).tanh_().mul_((transform.cap / temperatures[tokens])[:, None])
     return x.mul_((transform.scale / temperatures[tokens])[:, None])
@@ -206,7 +254,9 @@ def scored_by_head(model: nn.Module, positions: Tensor, targets: Tensor, tempera
         transform = transform_of(output.logits, type(model).__name__)
         hidden = take_rows(seen.pop(), positions)
         if type(head) is nn.Linear:
-            scores = log_probs_and_entropy(hidden, head.weight, head.bias, targets, temperatures, transform)
+            shared = VocabularySlice.of(head.weight)
+            weight, bias = local(head.weight), None if head.bias is None else local(head.bias)
+            scores = log_probs_and_entropy(hidden, weight, bias, targets, temperatures, transform, shared=shared)
         else:
             scores = _by_calls(plain, hidden, targets, temperatures, transform)
         output.logits = torch.stack(scores, dim=-1)

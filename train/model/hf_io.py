@@ -16,8 +16,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -234,7 +235,11 @@ def as_parameter(local: Tensor, *, like: DTensor) -> nn.Parameter:
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor's values, gathered if it is sharded; every rank must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # What FSDP has cut of a slice makes the slice whole first: torch has no way from both to the whole at once.
+    slices = [Replicate() if isinstance(p, _StridedShard) else p for p in tensor.placements]
+    return tensor.redistribute(placements=slices).full_tensor()
 
 
 def own_slice(tensor: Tensor) -> tuple[slice, ...]:

@@ -20,6 +20,7 @@ from train.batch.packed import PackedBatch
 from train.batch.prompt_rows import take_rows
 from train.model.fsdp import build, outputs_at
 from train.model.hf_io import as_parameter
+from train.model.tensor_parallel import local
 
 HEAD: Final = "score"
 """Name of the head's module in transformers' sequence-classification models of causal LMs."""
@@ -103,7 +104,8 @@ def read_by_head(model: nn.Module, places: Tensor) -> Iterator[None]:
 
     def read(hidden: Tensor) -> Tensor:
         picked = take_rows(hidden.flatten(0, -2), places)
-        seen.append(torch.mv(picked.float(), head.weight[0].float()))
+        exact = torch.promote_types(picked.dtype, torch.float32)
+        seen.append(torch.mv(picked.to(exact), local(head.weight)[0].to(exact)))
         return hidden.new_zeros(*hidden.shape[:-1], 1)
 
     def put(_: nn.Module, __: Any, output: Any) -> Any:

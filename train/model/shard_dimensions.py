@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from train.model.hf_io import plain_name
 
@@ -29,10 +29,15 @@ def placement_for(model: nn.Module, shards: int) -> Callable[[nn.Parameter], Sha
         parameter
         for name, parameter in model.named_parameters()
         if parameter.ndim == 2
-        and parameter.shape[1] % shards == 0
+        and parameter.shape[1] % (shards * slices_of(parameter)) == 0
         and any(pattern.fullmatch(plain_name(name)) for pattern in rows)
     }
     return lambda parameter: Shard(1) if parameter in chosen else None
+
+
+def slices_of(parameter: nn.Parameter) -> int:
+    """In how many slices tensor parallelism has cut the second dimension, which FSDP then shards each of."""
+    return parameter._spec.num_shards_map[1] if isinstance(parameter, DTensor) else 1
 
 
 def _pattern(layer: str) -> re.Pattern[str]:

@@ -6,6 +6,8 @@ compared with each other: together they are one group, whatever their prompts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -46,8 +48,10 @@ def greedy_baseline(rewards: Tensor, baselines: Tensor) -> Tensor:
 
 
 def response_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator: str = "k1") -> Tensor:
-    """The sum of ``token_rewards`` of each response: float32 [S]."""
-    return batch.response_sums(token_rewards(batch, kl_coefficient, estimator))
+    """The sum of ``token_rewards`` of each response, with an environment of its whole episode: float32 [S]."""
+    sums = batch.response_sums(token_rewards(batch, kl_coefficient, estimator))
+    _, index = batch.episodes.unique_consecutive(return_inverse=True)
+    return torch.zeros_like(sums).index_add(0, index, sums)[index]
 
 
 # ---------------------------------------------------------------------------------------------------- per token
@@ -77,28 +81,34 @@ def token_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator: st
 
 
 def returns_to_go(token_rewards: Tensor, batch: PackedBatch, gamma: float = 1.0) -> Tensor:
-    """Rewards from each token to the end of its response, discounted by gamma per token. [T] → [T], 0 at prompts."""
-    returns = torch.where(batch.response_mask, token_rewards, 0.0)
-    lengths = batch.cu_seqlens.diff()
-    end = batch.cu_seqlens[1:].repeat_interleave(lengths)
-    left = end - torch.arange(len(returns), device=returns.device)  # the tokens from each to its sequence's end
+    """Rewards from each token to the end of its episode, discounted by gamma per token. [T] → [T], 0 at prompts.
+
+    Only tokens that were sampled count: what an environment said between two turns takes no time.
+    """
+    mask = batch.response_mask
+    returns = token_rewards[mask]
+    left = _episode_ends(batch) - torch.arange(len(returns))  # the tokens from each to its episode's end
     reach = 1  # each return has so many rewards; with the return that many tokens later it has twice as many
-    while reach < int(batch.response_lengths.max()):
+    while reach < int(left.max()):
         returns = returns + torch.where(left > reach, gamma**reach * returns.roll(-reach), 0.0)
         reach *= 2
-    return torch.where(batch.response_mask, returns, 0.0)
+    return torch.zeros_like(token_rewards).masked_scatter(mask, returns)
 
 
 def gae(token_rewards: Tensor, values: Tensor, batch: PackedBatch, gamma: float, lam: float) -> Tensor:
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16): the sum of (gamma lam)^l delta_(t+l) over l.
 
-    delta_t = r_t + gamma V_(t+1) - V_t, and after the last token of a response, cut off or not, V is 0. What the critic
-    is to learn, the return, is the advantage plus the value. All [T]; ``values`` are of the state before each token,
-    advantages are 0 at prompts.
+    delta_t = r_t + gamma V_(t+1) - V_t, and after the last token of an episode, cut off or not, V is 0. Tokens are
+    those that were sampled: after the last of a turn comes the first of the next, whose value has seen what the
+    environment said. What the critic is to learn, the return, is the advantage plus the value. All [T]; ``values`` are
+    of the state before each token, advantages are 0 at prompts.
     """
-    following = values.roll(-1)
-    following[batch.cu_seqlens[1:] - 1] = 0.0
-    return returns_to_go(token_rewards + gamma * following - values, batch, gamma * lam)
+    mask = batch.response_mask
+    own = values[mask]
+    following = own.roll(-1)
+    following[_episode_ends(batch) - 1] = 0.0
+    deltas = token_rewards[mask] + gamma * following - own
+    return returns_to_go(torch.zeros_like(token_rewards).masked_scatter(mask, deltas), batch, gamma * lam)
 
 
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
@@ -113,6 +123,47 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros_like(advantages).masked_scatter_(mask, whitened.to(advantages.dtype))
 
 
+# --------------------------------------------------------------------------------------------------- by credit
+
+
+@dataclass(frozen=True)
+class Credited:
+    """What gets a reward of its own and is compared with others: an episode, or a turn of one.
+
+    ``rewards``: float [N]; ``groups``: int64 [N], of what is compared; ``of_token``: int64 [T], which of the N a token
+    belongs to, where it was sampled.
+    """
+
+    rewards: Tensor
+    groups: Tensor
+    of_token: Tensor
+
+
+def by_episode(token_rewards: Tensor, batch: PackedBatch) -> Credited:
+    """Each episode with the sum of its rewards, among those of its prompt."""
+    _, index = batch.episodes.unique_consecutive(return_inverse=True)
+    count = int(index[-1]) + 1
+    rewards = token_rewards.new_zeros(count).index_add(0, index, batch.response_sums(token_rewards))
+    groups = batch.groups.new_zeros(count).index_copy(0, index, batch.groups)
+    return Credited(rewards, groups, batch.per_token(index))
+
+
+def by_turn(token_rewards: Tensor, batch: PackedBatch) -> Credited:
+    """Each turn with the rewards from it to its episode's end, among the turns of its number to the same prompt.
+
+    Those which no other episode of the group got to are, like responses without a group, compared with each other.
+    """
+    mask = batch.response_mask
+    begins = mask & ~mask.roll(1)  # a sequence begins with its prompt
+    turn = begins.cumsum(0) - 1
+    _, index = batch.per_token(batch.episodes)[begins].unique_consecutive(return_inverse=True)
+    first = torch.searchsorted(index, torch.arange(int(index[-1]) + 1))
+    number = torch.arange(len(index)) - first[index]
+    pairs = torch.stack([batch.per_token(batch.groups)[begins], number])
+    _, groups = pairs.unique(dim=1, return_inverse=True)
+    return Credited(returns_to_go(token_rewards, batch)[begins], groups, turn.clamp(min=0))
+
+
 # ------------------------------------------------------------------------------------------------------ helpers
 
 _EPSILON = 1e-6
@@ -124,6 +175,13 @@ def _compared(groups: Tensor) -> tuple[Tensor, Tensor]:
     _, index, count = groups.unique(return_inverse=True, return_counts=True)
     _, index, count = torch.where(count[index] > 1, index, -1).unique(return_inverse=True, return_counts=True)
     return index, count.double()
+
+
+def _episode_ends(batch: PackedBatch) -> Tensor:
+    """int64 [tokens that were sampled]: where, among them, the episode of each ends; one more than its last."""
+    _, index = batch.episodes.unique_consecutive(return_inverse=True)
+    lengths = torch.zeros_like(batch.episodes).index_add(0, index, batch.response_lengths)
+    return lengths.cumsum(0)[index].repeat_interleave(batch.response_lengths)
 
 
 def _sums(values: Tensor, index: Tensor, size: Tensor) -> Tensor:

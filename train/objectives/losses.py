@@ -95,8 +95,11 @@ def token_mean(batch: PackedBatch, _: int | None) -> tuple[Tensor, float]:
 
 
 def sequence_mean(batch: PackedBatch, _: int | None) -> tuple[Tensor, float]:
-    """Every response counts alike, and so does each of its tokens (GRPO, arXiv 2402.03300, eq. 3)."""
-    return batch.response_mask / batch.per_token(batch.response_lengths), float(len(batch))
+    """Every response counts alike, and so does each of its tokens (GRPO, arXiv 2402.03300, eq. 3).
+
+    Of an episode of several turns it is the whole that counts as much as any other.
+    """
+    return batch.response_mask / batch.per_token(batch.episode_lengths), _episodes(batch)
 
 
 def constant_length(batch: PackedBatch, max_tokens: int | None) -> tuple[Tensor, float]:
@@ -110,7 +113,12 @@ def constant_length(batch: PackedBatch, max_tokens: int | None) -> tuple[Tensor,
             "train.algorithm.aggregation=constant_length needs train.algorithm.max_tokens, which is "
             "train.rollout.max_tokens where the algorithm's settings are a part of train's"
         )
-    return batch.response_mask / max_tokens, float(len(batch))
+    return batch.response_mask / max_tokens, _episodes(batch)
+
+
+def _episodes(batch: PackedBatch) -> float:
+    """How many episodes the batch has; of one that is partly in it, the share of its tokens."""
+    return float((batch.response_lengths.double() / batch.episode_lengths).sum())
 
 
 AGGREGATIONS: Final[dict[str, Callable[[PackedBatch, int | None], tuple[Tensor, float]]]] = {

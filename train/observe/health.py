@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -72,9 +73,13 @@ def of_responses(drawn: Drawn) -> dict[str, float]:
         **{f"missing/{name}": share for name, share in fresh.missing.items() if share},
         **({"reward_traffic": sum(of_logged) / len(logged)} if fresh.rollouts and logged else {}),
         **({"overlong": sum(fresh.overlong) / len(fresh.overlong)} if any(fresh.overlong) else {}),
-        ("response_length" if fresh.rollouts else "learned_length"): sum(len(r.response) for r in seen) / len(seen),
+        ("response_length" if fresh.rollouts else "learned_length"): sum(r.sampled_tokens for r in seen) / len(seen),
         **({"truncated_fraction": sum(r.truncated for r in seen) / len(seen)} if fresh.rollouts else {}),
+        **({"turns": sum(r.turns for r in seen) / len(seen)} if any(r.sampled for r in seen) else {}),
+        **({"episodes_dropped": float(sum(fresh.dropped.values()))} if fresh.dropped else {}),
+        **{f"episodes_dropped/{reason}": float(count) for reason, count in sorted(fresh.dropped.items())},
         "responses": float(len(fresh.rollouts)),
+        "learned_responses": float(len(drawn.rollouts)),
         "traffic_responses": float(len(logged)),
         "unrewarded_responses": float(fresh.unrewarded),
         "uninformative_groups": float(drawn.uninformative_groups),
@@ -107,6 +112,22 @@ def of_updates(batch: PackedBatch, updates: Sequence[dict[str, float]]) -> dict[
         "tokens": float(len(batch.tokens)),
         "updates": float(len(updates)),
         **means(updates),
+    }
+
+
+def of_policies(step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """How many steps the policies that sampled the tokens of fresh responses are behind the one that learns from them.
+
+    ``partial_fraction``: the share of the responses that several policies sampled.
+    """
+    by_response = [found for r in rollouts if (found := r.tokens_by_policy)]
+    tokens = sum(by_response, Counter[int]())
+    if not tokens:
+        return {}
+    return {
+        "staleness_mean": sum((step - version) * count for version, count in tokens.items()) / tokens.total(),
+        "staleness_max": float(step - min(tokens)),
+        "partial_fraction": sum(len(found) > 1 for found in by_response) / len(by_response),
     }
 
 

@@ -22,7 +22,10 @@ from train.config.training import TrainConfig
 from train.import_object import import_object
 
 if TYPE_CHECKING:
+    from feedback.datasets import Prompt
+    from train.batch.packed import Sample
     from train.context import JobResult
+    from train.environments.episode import Episode
 
 
 class HookError(RuntimeError):
@@ -45,6 +48,19 @@ class RunInfo:
     history: Sequence[Mapping[str, float]] = ()
 
 
+@dataclass(frozen=True)
+class Answer:
+    """To a prompt of ``train.evaluate_suite``, by the policy in training, greedily.
+
+    ``response``: its text and tokens; with ``train.environment``, the episode, whose rewards ``reward`` is the sum of.
+    ``reward`` is None if it has none.
+    """
+
+    prompt: Prompt
+    response: Sample | Episode
+    reward: float | None
+
+
 class Hook:
     """Base of all hooks; each method does nothing until it is overridden. Steps are counted from 0."""
 
@@ -56,6 +72,13 @@ class Hook:
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done and logged. After a kill, the steps since the last checkpoint come again."""
+
+    def on_evaluation(self, step: int, answers: Sequence[Answer]) -> Mapping[str, float] | None:
+        """The policy has answered the held-out prompts: before the first step, and after this one where it is due.
+
+        What it returns is logged with the step, under ``held_out/`` (``held_out_at_start/`` before the first step).
+        """
+        return None
 
     def on_checkpoint(self, steps: int, folder: Path) -> None:
         """A checkpoint is whole: ``folder`` holds what ``steps`` steps made, until newer ones take its place."""

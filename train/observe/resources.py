@@ -100,8 +100,8 @@ def step_metrics(
     metrics = {"peak_memory_gib": max(usage.peak_memory for usage in ranks) / GIB}
     seconds = max(usage.seconds for usage in ranks)
     if seconds and config.algorithm.trains_policy:
-        # The ranks of a sequence-parallel group count the same sequences.
-        forward = sum(forward_flops(shape, usage) for usage in ranks) / config.fsdp.sequence_parallel
+        # The ranks that share sequences or layers count the same sequences.
+        forward = sum(forward_flops(shape, usage) for usage in ranks) / config.fsdp.ranks_per_part
         metrics["model_flops"] = update_passes(shape) * forward
         metrics["model_flops_per_s"] = metrics["model_flops"] / seconds
         if peak_flops:

@@ -8,14 +8,16 @@ starts; it returns a ``Tracker``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import numbers
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from feedback.files import replace_file
 from feedback.process_signals import handlers_deferred
-from train.observe.hooks import Hook, HookError, RunInfo, load_function, named
+from train.observe.hooks import Answer, Hook, HookError, RunInfo, load_function, named
 
 if TYPE_CHECKING:
     from train.context import JobResult
@@ -80,6 +82,10 @@ READY: Final = {
 """Trackers that ``train.trackers`` may call by these names."""
 
 
+MEASURED: Final = ("reward", "response_length", "unrewarded")
+"""What is measured of answers whatever the hooks do."""
+
+
 class Watchers:
     """All trackers and hooks of a run, called as one. A context manager: leaving it closes and ends them."""
 
@@ -111,6 +117,19 @@ class Watchers:
         for name, hook in self._hooks:
             with named("train.hooks", name, f"on_step, step {step}"):
                 hook.on_step(step, metrics)
+
+    def evaluation(self, step: int, answers: Sequence[Answer]) -> dict[str, float]:
+        """What hooks measure of the answers. Raises HookError for what is no finite number by a name of its own."""
+        found: dict[str, float] = {}
+        for name, hook in self._hooks:
+            with named("train.hooks", name, f"on_evaluation, step {step}"):
+                for key, value in (hook.on_evaluation(step, answers) or {}).items():
+                    if not isinstance(key, str) or key in (*MEASURED, *found):
+                        raise ValueError(f"a metric can't be called {key!r}: it has to be text, and not there yet")
+                    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+                        raise ValueError(f"the metric {key!r} is {value!r}, which is no finite number")
+                    found[key] = float(value)
+        return found
 
     def checkpoint(self, steps: int, folder: Path) -> None:
         for name, hook in self._hooks:

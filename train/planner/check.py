@@ -120,7 +120,8 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
 
     kept = found.offloaded * config.ranks_of(config.placement.actor)
     if machine.kind == "cuda" and kept > host:
-        text = f"train.fsdp.cpu_offload keeps {_size(kept)} in the host's memory, which is {_size(host)}"
+        what = "offload_optimizer" if config.fsdp.offload_optimizer else "cpu_offload"
+        text = f"train.fsdp.{what} keeps {_size(kept)} in the host's memory, which is {_size(host)}"
         less = "" if config.lora else "train adapters (train.lora), or "
         return Finding(_level(kept, host, FAR["cpu"] * host), text, f"{less}use a machine with more memory")
     worst = max(found.phases, key=lambda phase: phase.bytes / share(phase, machine.memory))
@@ -190,7 +191,7 @@ def _opened(config: TrainConfig, *, offload: bool = True) -> TrainConfig:
     ranks = [] if len(config.placement.pools) > 1 else ["ranks"]
     fsdp = config.fsdp if offload else config.fsdp.model_copy(update={"cpu_offload": False})
     parts = {
-        "fsdp": _unset(fsdp, "reduce_every_micro_batch", *(["cpu_offload"] if offload else [])),
+        "fsdp": _unset(fsdp, "reduce_every_micro_batch", "tensor_parallel", *(["cpu_offload"] if offload else [])),
         "rollout": _unset(config.rollout.model_copy(update={"kv_cache_bytes": None}), "tensor_parallel_size"),
     }
     return _unset(config.model_copy(update=parts), "micro_batch_tokens", "activation_checkpointing", *ranks)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
+from train.config.sections import OptimizerConfig
 from train.planner.sizes import Activations, ModelShape
 
 Memory = Counter[str]
@@ -19,14 +21,36 @@ Memory = Counter[str]
 MASTER = 4
 """Bytes of a trained parameter: float32, as is its gradient once it is reduced, and each of AdamW's two moments."""
 
+ADAMW: Final = (8.0, 8.0)
+EIGHT_BIT: Final = 2 * (1 + 4 / 256)
+"""Bytes of two moments of a byte each, and a float32 scale for every 256 (arXiv 2110.02861; torchao's block size)."""
+
+
+def state_bytes(config: OptimizerConfig) -> tuple[float, float]:
+    """Bytes that an optimizer keeps of a parameter: in a matrix that Muon is for, and in others.
+
+    One of the user's own is counted as AdamW.
+    """
+    if config.name == "adamw_8bit":
+        return EIGHT_BIT, EIGHT_BIT
+    if config.name == "muon":
+        return MASTER, ADAMW[1]
+    if config.name == "sgd":
+        return (MASTER, MASTER) if config.momentum else (0.0, 0.0)
+    return ADAMW
+
 
 @dataclass(frozen=True)
 class Sharding:
     """How one model is held by its ranks.
 
-    ``shards``: ranks that share one copy. ``itemsize``: of the compute type. ``frozen_itemsize``: of parameters that
-    are never trained. ``micro_batches``: of an optimizer step. ``host``: parameters, gradients and moments are in the
-    host's memory (train.fsdp.cpu_offload). ``gloo``: collectives are gloo's, which reduces in a copy.
+    ``shards``: ranks that share one copy, or one slice of it where ``slices`` ranks share each layer (tensor
+    parallelism); the sizes that the functions here are called with are then of a slice. ``itemsize``: of the compute
+    type. ``frozen_itemsize``: of parameters that are never trained. ``micro_batches``: of an optimizer step. ``host``:
+    parameters, gradients and moments are in the host's memory (train.fsdp.cpu_offload). ``gloo``: collectives are
+    gloo's, which reduces in a copy. ``resharded``: layers are freed between their passes. ``ahead``: layers that are
+    gathered before their turn. ``state``: of ``state_bytes``; ``waits``: it is in the host's memory but for the
+    optimizer's step (train.fsdp.offload_optimizer). ``muon``: matrices are gathered whole for their update.
     """
 
     shards: int
@@ -37,6 +61,12 @@ class Sharding:
     micro_batches: int = 1
     host: bool = False
     gloo: bool = False
+    slices: int = 1
+    resharded: bool = True
+    ahead: int = 1
+    state: tuple[float, float] = ADAMW
+    waits: bool = False
+    muon: bool = False
 
     def reduction(self, trained: int) -> Memory:
         """Of so many parameters: gradients in the compute type are copied to a buffer in float32, and then gone; the
@@ -55,10 +85,17 @@ class Sharding:
 def held(shape: ModelShape, how: Sharding) -> Memory:
     """What a rank holds of a model in training from one step to the next: 12 bytes a trained parameter over the ranks.
 
-    float32 master weights (4) and AdamW's two moments (4 each; arXiv 1711.05101), beside what is frozen.
+    float32 master weights (4) and AdamW's two moments (4 each; arXiv 1711.05101), or another optimizer's state, beside
+    what is frozen.
     """
     weights = MASTER * shape.trained + how.frozen_itemsize * shape.frozen
-    return Counter(weights=weights // how.shards, optimizer=2 * MASTER * shape.trained // how.shards)
+    return Counter(weights=weights // how.shards, optimizer=0 if how.waits else optimizer_state(shape, how))
+
+
+def optimizer_state(shape: ModelShape, how: Sharding) -> int:
+    """A rank's bytes of the optimizer's state, wherever it is."""
+    of_matrices, of_others = how.state
+    return int(of_matrices * shape.matrices + of_others * (shape.trained - shape.matrices)) // how.shards
 
 
 def held_frozen(shape: ModelShape, how: Sharding) -> Memory:
@@ -76,7 +113,9 @@ def update(shape: ModelShape, how: Sharding, kept: Activations) -> Memory:
 def inference(shape: ModelShape, how: Sharding, kept: Activations) -> Memory:
     """What a pass without gradient takes beside what is held: a layer's parameters and its tensors, or the logits."""
     layer = shape.largest_layer
-    buffers = how.itemsize * layer.parameters * (1 + how.gathers)
+    buffers = how.itemsize * layer.parameters * (1 + how.gathers * how.ahead)
+    if not how.resharded:
+        buffers = how.itemsize * (sum(unit.parameters for unit in shape.layers) + layer.parameters * how.gathers)
     root = how.itemsize * shape.root.parameters
     through = Counter(unsharded=root + buffers, activations=kept.inference)
     scored = Counter(unsharded=root, activations=kept.layer_input, logits=kept.head_forward)
@@ -128,12 +167,16 @@ def _forward(shape: ModelShape, how: Sharding, kept: Activations) -> Iterable[Me
     saved = _kept(shape, how, kept, len(shape.layers))
     # The buffer of a gather is freed after the next one.
     flat = layer * how.gathers
+    before = 0 if how.resharded else how.itemsize * sum(unit.parameters for unit in shape.layers) - layer
     extra = kept.inference if how.checkpointing else kept.forward
     yield Counter(
-        unsharded=root + layer + flat, activations=saved + max(extra, columns * how.gathers), gradients=gradients
+        unsharded=root + before + layer + flat * how.ahead,
+        activations=saved + max(extra, columns * how.gathers),
+        gradients=gradients,
     )
-    yield Counter(unsharded=root + flat, activations=saved, logits=kept.head_forward, gradients=gradients)
-    yield Counter(unsharded=root + flat, activations=saved, logits=kept.head_backward, gradients=gradients)
+    stays = root + flat * how.ahead if how.resharded else root + before + layer
+    yield Counter(unsharded=stays, activations=saved, logits=kept.head_forward, gradients=gradients)
+    yield Counter(unsharded=stays, activations=saved, logits=kept.head_backward, gradients=gradients)
 
 
 def _backward(shape: ModelShape, how: Sharding, kept: Activations) -> Iterable[Memory]:
@@ -150,14 +193,17 @@ def _backward(shape: ModelShape, how: Sharding, kept: Activations) -> Iterable[M
         done = len(shape.layers) - left
         gradients = _gradients(shape, how, done) + _root_gradients(shape, how) + head
         buffer = MASTER * unit.trained * (done > 0)
+        next_ones = flat * min(how.ahead, left - 1)
+        if not how.resharded:
+            next_ones = sum(sorted(how.itemsize * u.parameters for u in shape.layers)[-left:]) - layer
         yield Counter(
-            unsharded=root + layer + flat * (left > 1),
+            unsharded=root + layer + next_ones,
             activations=_kept(shape, how, kept, left) + recomputed + kept.backward,
             gradients=gradients,
             buffers=buffer,
         )
         waiting = Counter(
-            unsharded=root + flat * (left > 1), activations=_kept(shape, how, kept, left - 1), gradients=gradients
+            unsharded=root + next_ones, activations=_kept(shape, how, kept, left - 1), gradients=gradients
         )
         yield waiting + how.reduction(unit.trained)
 
@@ -183,8 +229,15 @@ def _root_reduced(shape: ModelShape, how: Sharding, kept: Activations) -> Memory
 
 
 def _optimizer(shape: ModelShape, how: Sharding) -> Memory:
-    """AdamW's step, a tensor after the other: the root of the second moment, twice, beside all gradients."""
+    """The optimizer's step, a tensor after the other, beside all gradients: AdamW's root of the second moment, twice.
+
+    With Muon a rank has a whole matrix and what ``torch.optim.Muon`` makes of it: a parameter and its momentum in
+    float32, and two matrices in bfloat16.
+    """
+    whole = 16 * how.slices * max(unit.largest_trained for unit in shape.layers) if how.muon else 0
     if how.host:
-        return Counter()
+        return Counter(buffers=whole)
     largest_tensor = max(unit.largest_trained for unit in (*shape.layers, shape.root))
-    return Counter(gradients=MASTER * shape.trained // how.shards, buffers=2 * MASTER * largest_tensor // how.shards)
+    back = optimizer_state(shape, how) if how.waits else 0
+    buffers = max(whole, 2 * MASTER * largest_tensor // how.shards)
+    return Counter(gradients=MASTER * shape.trained // how.shards, optimizer=back, buffers=buffers)

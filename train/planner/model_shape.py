@@ -34,7 +34,10 @@ from train.model.fused_log_probs import TILE, log_probs_and_entropy
 from train.model.lora import add_adapters
 from train.model.scalar_head import with_one_output
 from train.model.shard_dimensions import placement_for
-from train.planner.plan import Models, TracedModel
+from train.model.tensor_parallel import can_share
+from train.optimizers.build import body_matrices
+from train.optimizers.muon import orthogonalisation_flops
+from train.planner.plan import TENSOR_PARALLEL, Models, TracedModel
 from train.planner.sizes import Activations, Batch, ModelShape, Unit
 
 TRACED: Final = "traced"
@@ -95,12 +98,12 @@ def shape_of(
     config: PretrainedConfig,
     lora: LoraConfig | None = None,
     make: Make = causal_lm,
-    layers_of: list[str] | None = None,
+    layers_of: list[str] | str | None = None,
 ) -> ModelShape:
     """Count the parameters.
 
     Args:
-        layers_of: classes of decoder layers; those that the model declares indivisible if None.
+        layers_of: what ``train.model.fsdp.decoder_layers`` finds them by.
 
     Raises:
         ModelNotPlanned: transformers has no causal language model of this architecture, or training would refuse it.
@@ -113,6 +116,7 @@ def shape_of(
         with torch.random.fork_rng(devices=[]):  # a run counts amid its own random numbers, and adapters draw some
             add_adapters(model, lora)
     placed = placement_for(model, _SHARDS)
+    matrices = {id(parameter) for parameter in body_matrices(model)}
     inside = [list(layer.named_parameters()) for layer in layers]
     owned = {id(parameter) for layer in inside for _, parameter in layer}
     root = [(name, p) for name, p in model.named_parameters() if id(p) not in owned]
@@ -126,8 +130,8 @@ def shape_of(
         kinds[kind] = kinds.get(kind, 0) + parameter.numel()
     return ModelShape(
         architecture=type(model).__name__,
-        layers=tuple(_unit(parameters, placed) for parameters in inside),
-        root=_unit(root, placed),
+        layers=tuple(_unit(parameters, placed, matrices) for parameters in inside),
+        root=_unit(root, placed, matrices),
         kinds=kinds,
         active=sum(kinds.values()) - round(kinds.get("experts", 0) * (1 - routed / experts)),
         vocabulary=model.get_input_embeddings().weight.shape[0],
@@ -138,6 +142,7 @@ def shape_of(
         tied=tied,
         stored=str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch."),
         context=full_context(json.loads(config.to_json_string(use_diff=False))),
+        tensor_parallel=tuple(t for t in TENSOR_PARALLEL if t == 1 or can_share(model, t)),
     )
 
 
@@ -156,22 +161,25 @@ class Tracer:
         """``device``: "cuda" or "cpu", which decides what attention keeps and how large a tile of logits is."""
         self.config, self.device, self.make = config, device, make
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.trains_head = lora is None
-        self._models = [cut_model(config, layers, self.dtype, lora, make) for layers in (1, 2)]
-        self._known: dict[Batch, Activations] = {}
+        self.lora = lora
+        self._models: dict[int, list[PreTrainedModel]] = {}
+        self._known: dict[tuple[Batch, int], Activations] = {}
 
-    def __call__(self, batch: Batch) -> Activations:
-        if batch not in self._known:
-            self._known[batch] = self._trace(batch)
-        return self._known[batch]
+    def __call__(self, batch: Batch, slices: int = 1, /) -> Activations:
+        if (batch, slices) not in self._known:
+            self._known[batch, slices] = self._trace(batch, slices)
+        return self._known[batch, slices]
 
-    def _trace(self, batch: Batch) -> Activations:
-        one, two = (run_body(model, batch, self.device) for model in self._models)
+    def _trace(self, batch: Batch, slices: int) -> Activations:
+        config = _slice_of(self.config, slices)
+        if slices not in self._models:
+            self._models[slices] = [cut_model(config, layers, self.dtype, self.lora, self.make) for layers in (1, 2)]
+        one, two = (run_body(model, batch, self.device) for model in self._models[slices])
         layer = two.kept - one.kept
         if self.make is causal_lm:
-            head = _run_head(self.config, batch, self.dtype, self.device, trained=self.trains_head)
+            head = _run_head(config, batch, self.dtype, self.device, trained=self.lora is None)
         else:
-            head = _run_scalar_head(self.config, batch, self.dtype)
+            head = _run_scalar_head(config, batch, self.dtype)
         return Activations(
             layer=layer,
             outside=one.kept - layer,
@@ -185,6 +193,19 @@ class Tracer:
         )
 
 
+def _slice_of(config: PretrainedConfig, slices: int) -> PretrainedConfig:
+    """Of a model that computes what each of so many ranks does that share its layers."""
+    if slices == 1:
+        return config
+    config = deepcopy(config)
+    text = config.get_text_config()
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        setattr(text, name, getattr(text, name) // slices)
+    text.vocab_size = -(-text.vocab_size // slices)
+    return config
+
+
 # ------------------------------------------------------------------------------------------------------ counting
 
 
@@ -196,14 +217,17 @@ def _meta_model(config: PretrainedConfig, make: Make) -> PreTrainedModel:
         raise ModelNotPlanned(f"{type(config).__name__}: {error}; name a model that answers in text") from error
 
 
-def _layers(model: PreTrainedModel, classes: list[str] | None = None) -> list[nn.Module]:
+def _layers(model: PreTrainedModel, classes: list[str] | str | None = None) -> list[nn.Module]:
     try:
         return decoder_layers(model, classes)
     except ValueError as error:
         raise ModelNotPlanned(str(error)) from error
 
 
-def _unit(parameters: list[tuple[str, nn.Parameter]], placed: Callable[[nn.Parameter], Any]) -> Unit:
+def _unit(
+    parameters: list[tuple[str, nn.Parameter]], placed: Callable[[nn.Parameter], Any], matrices: set[int]
+) -> Unit:
+    for_muon = [parameter for _, parameter in parameters if id(parameter) in matrices]
     sizes = [(p.numel(), p.requires_grad, placed(p) is not None) for _, p in parameters]
     return Unit(
         trained=sum(n for n, trained, _ in sizes if trained),
@@ -211,6 +235,8 @@ def _unit(parameters: list[tuple[str, nn.Parameter]], placed: Callable[[nn.Param
         by_columns=sum(n for n, _, columns in sizes if columns),
         largest=max((n for n, _, _ in sizes), default=0),
         largest_trained=max((n for n, trained, _ in sizes if trained), default=0),
+        matrices=sum(parameter.numel() for parameter in for_muon),
+        orthogonalisation=sum(orthogonalisation_flops(*parameter.shape) for parameter in for_muon),
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from serve.config import EngineConfig, SwapConfig
 from train.config.training import TrainConfig
@@ -45,7 +45,16 @@ class Workload:
     def of(cls, config: TrainConfig, prompt_tokens: int) -> Workload:
         """A step as train says, with responses of the greatest length."""
         group = config.algorithm.group_size if config.samples else 2 if config.algorithm.name == "dpo" else 1
-        return cls(config.data.prompts_per_step, group, prompt_tokens, config.rollout.max_tokens)
+        response, context = config.longest_response, config.rollout.max_model_len
+        if config.environment is not None and context is not None:  # turns end where the context does
+            response = max(1, min(response, context - prompt_tokens))
+        return cls(config.data.prompts_per_step, group, prompt_tokens, response)
+
+
+class Trace(Protocol):
+    """What a pass over a micro-batch keeps on each of ``slices`` ranks that share the layers."""
+
+    def __call__(self, batch: Batch, slices: int = 1, /) -> Activations: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,13 @@ class TracedModel:
     """A model's sizes, and what a pass over a micro-batch keeps of it."""
 
     shape: ModelShape
-    trace: Callable[[Batch], Activations]
+    trace: Trace
+
+    def slice_of(self, slices: int) -> TracedModel:
+        """What each of so many ranks has of it, and keeps, that share its layers."""
+        if slices == 1:
+            return self
+        return TracedModel(self.shape.slice_of(slices), lambda batch, _=1: self.trace(batch, slices))
 
 
 @dataclass(frozen=True)
@@ -99,16 +114,16 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """Those that decide about memory, by name."""
         config = self.config
-        rollout = {
-            "train.rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
-            "train.rollout.kv_cache_bytes": self.kv_bytes,
-        }
+        rollout = {"train.rollout.kv_cache_bytes": self.kv_bytes}
+        if config.rollout.backend == "vllm":
+            rollout = {"train.rollout.tensor_parallel_size": config.rollout.tensor_parallel_size} | rollout
         return {
             "train.ranks": config.ranks,
             "train.micro_batch_tokens": config.micro_batch_tokens,
             "train.activation_checkpointing": config.activation_checkpointing,
             "train.fsdp.reduce_every_micro_batch": config.fsdp.reduce_every_micro_batch,
             "train.fsdp.cpu_offload": config.fsdp.cpu_offload,
+            "train.fsdp.tensor_parallel": config.fsdp.tensor_parallel,
             **(rollout if config.samples else {}),
         }
 
@@ -122,7 +137,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """That the ranks of a node keep in the host's memory, with train.fsdp.cpu_offload."""
+        """That the ranks of a node keep in the host's memory, with train.fsdp.cpu_offload or offload_optimizer."""
         return self.offloaded * min(self.machine.devices, self.machine.node_devices)
 
     @property
@@ -162,8 +177,8 @@ def plan(config: TrainConfig, models: Models, machine: Machine, work: Workload) 
 def choose(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Plan:
     """The fastest plan that fits, of the settings that ``config`` leaves open (those that it sets stay).
 
-    Chosen are micro-batch, activation checkpointing, when gradients are reduced, offload, and generation's tensor
-    parallelism; of what is as fast, what needs less.
+    Chosen are micro-batch, activation checkpointing, when gradients are reduced, offload, and the tensor parallelism of
+    training and of generation; of what is as fast, what needs less.
 
     Raises:
         NothingFits: none does.
@@ -266,25 +281,51 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
     heads = models.policy.shape.heads
     most = min(machine.node_devices, engines)
     tensor_parallel = [t for t in TENSOR_PARALLEL if engines % t == 0 and heads % t == 0 and t <= most]
+    slices = _slices(config, models, machine, ranks)
+    if config.samples and rollout.backend == "hf":  # which shares no layer
+        tensor_parallel = slices = [1]
     choices = (
         _open(config, "micro_batch_tokens", [n for n in MICRO_BATCHES if n >= longest] or [longest]),
         _open(config, "activation_checkpointing", [False, True]),
         _open(fsdp, "reduce_every_micro_batch", [False, True]),
-        _open(fsdp, "cpu_offload", [False] if cpu else [False, True]),
+        _open(fsdp, "cpu_offload", [False] if cpu or fsdp.offload_optimizer else [False, True]),
         _open(rollout, "tensor_parallel_size", tensor_parallel),
+        _open(fsdp, "tensor_parallel", slices),
     )
-    for tokens, checkpointing, reduce, offload, t in itertools.product(*choices):
+    for tokens, checkpointing, reduce, offload, t, cut in itertools.product(*choices):
         if engines % t or (config.placement.rollout == config.placement.actor and (ranks // fsdp.replicas) % t):
             continue  # an engine would cross replicas
+        if config.placement.rollout == config.placement.actor and t % cut and cut % t:
+            continue  # they share ranks
         yield config.model_copy(
             update={
                 "ranks": ranks,
                 "micro_batch_tokens": tokens,
                 "activation_checkpointing": checkpointing,
-                "fsdp": fsdp.model_copy(update={"reduce_every_micro_batch": reduce, "cpu_offload": offload}),
+                "fsdp": fsdp.model_copy(
+                    update={
+                        "reduce_every_micro_batch": reduce,
+                        "cpu_offload": offload,
+                        "tensor_parallel": cut,
+                    }
+                ),
                 "rollout": rollout.model_copy(update={"tensor_parallel_size": t}),
             }
         )
+
+
+def _slices(config: TrainConfig, models: Models, machine: Machine, ranks: int) -> list[int]:
+    """In how many slices training may cut the layers: of ranks of one node, that can still share out a step."""
+    fsdp, traced = config.fsdp, [model for model in (models.actor, models.critic) if model is not None]
+    pools = {config.placement.actor, config.placement.reference, config.placement.critic or config.placement.actor}
+    counts = [config.placement.pools[pool].ranks or ranks for pool in pools]
+    return [
+        t
+        for t in TENSOR_PARALLEL
+        if t <= machine.node_devices
+        and all(t in model.shape.tensor_parallel for model in traced)
+        and all(n // fsdp.replicas % t == 0 and n % (t * fsdp.sequence_parallel) == 0 for n in counts)
+    ]
 
 
 def _open(section: Any, name: str, values: list[Any]) -> list[Any]:
@@ -299,6 +340,7 @@ class _Planner:
         self.config, self.models, self.machine, self.work = config, models, machine, work
         self.itemsize = ITEMSIZE[config.dtype]
         self.t = config.rollout.tensor_parallel_size
+        self.slices = config.fsdp.tensor_parallel
         on = config.placement
         self.pools = {
             "actor": on.actor,
@@ -317,7 +359,8 @@ class _Planner:
         phases = list(self._training())
         kv = 0
         if "rollout" in self.pools:
-            beside = phases if self.machine.kind == "cpu" or self._own_pool else []  # an engine that doesn't sleep
+            stays = self._is_engine and (self.machine.kind == "cpu" or self._own_pool)  # an engine that doesn't sleep
+            beside = phases if stays else []
             kv = self._kv_bytes([phase for phase in beside if phase.pool == self.pools["rollout"]])
             if beside:
                 phases = [self._beside_engine(phase, kv) for phase in phases]
@@ -361,16 +404,17 @@ class _Planner:
         return sum(held, Counter[str]())
 
     def _model(self, role: str) -> TracedModel:
-        if role == "critic":
-            assert self.models.critic is not None
-            return self.models.critic
-        return self.models.actor if role == "actor" else self.models.policy
+        """What a rank has of it."""
+        model = {"critic": self.models.critic, "actor": self.models.actor}.get(role, self.models.policy)
+        assert model is not None
+        return model.slice_of(self.slices)
 
     def _how(self, role: str) -> Sharding:
         config, stored = self.config, self.models.policy.shape.stored
         frozen = self.itemsize if role == "reference" or stored == config.dtype else memory.MASTER
         return Sharding(
-            shards=config.ranks_of(self.pools[role]) // config.fsdp.replicas,
+            shards=config.ranks_of(self.pools[role]) // config.fsdp.replicas // self.slices,
+            slices=self.slices,
             itemsize=self.itemsize,
             frozen_itemsize=frozen,
             checkpointing=config.activation_checkpointing,
@@ -378,6 +422,11 @@ class _Planner:
             micro_batches=self.count,
             host=config.fsdp.cpu_offload and self.machine.kind != "cpu",
             gloo=self.machine.kind == "cpu",
+            resharded=config.fsdp.reshard_after_forward or role == "reference",
+            ahead=config.fsdp.prefetch_layers or 1,
+            state=memory.state_bytes(config.optimizer),
+            waits=config.fsdp.offload_optimizer and self.machine.kind != "cpu",
+            muon=config.optimizer.name == "muon",
         )
 
     def _held(self, role: str) -> Memory:
@@ -388,12 +437,13 @@ class _Planner:
         return held(self._model(role).shape, how)
 
     def _offloaded(self) -> int:
-        """Bytes of a rank in the host's memory: weights, gradients and moments."""
-        roles = [role for role in self.held if self._how(role).host]
+        """Bytes of a rank in the host's memory: weights, gradients and moments, or these alone."""
         total = 0
-        for role in roles:
+        for role in self.held:
             shape, how = self._model(role).shape, self._how(role)
-            if role == "reference":
+            if not how.host:
+                total += memory.optimizer_state(shape, how) if how.waits and role != "reference" else 0
+            elif role == "reference":
                 total += 0 if self.shares_actor else memory.held_frozen(shape, how).total()
             else:
                 total += memory.held(shape, how).total() + memory.MASTER * shape.trained // how.shards
@@ -402,12 +452,17 @@ class _Planner:
     # ------------------------------------------------------------------------------------------------- sampling
 
     @property
+    def _is_engine(self) -> bool:
+        """Whether vLLM generates, with weights of its own; else the actor does, and holds its cache only meanwhile."""
+        return self.config.rollout.backend == "vllm"
+
+    @property
     def _own_pool(self) -> bool:
         return self.pools["rollout"] != self.pools["actor"]
 
     @property
     def _engine_weights(self) -> int:
-        return self.itemsize * self.models.policy.shape.parameters // self.t
+        return self.itemsize * self.models.policy.shape.parameters // self.t if self._is_engine else 0
 
     @property
     def _engine_buffers(self) -> int:
@@ -444,7 +499,12 @@ class _Planner:
 
     def _engine_phase(self, kv: int) -> Counter[str]:
         engine = Counter(weights=self._engine_weights, kv_cache=kv, buffers=self._engine_buffers)
-        return self._beside("rollout", self.pools["rollout"]) + _named("rollout", engine)
+        held = self._beside("rollout", self.pools["rollout"]) + _named("rollout", engine)
+        if self._is_engine:
+            return held
+        shape, how = self._model("actor").shape, self._how("actor")
+        whole = shape.root.parameters + shape.largest_layer.parameters * (1 + how.gathers)
+        return held + _named("actor", Counter(unsharded=self.itemsize * whole))
 
     def _sampling(self, kv: int) -> Iterable[Phase]:
         pool, shape = self.pools["rollout"], self.models.policy.shape
@@ -452,7 +512,14 @@ class _Planner:
         concurrent = min(self.config.rollout.max_num_seqs, kv // (tokens * self._token_bytes()))
         work = Generation(self._sequences, concurrent, self.work.prompt_tokens, self.work.response_tokens)
         cost = step_time.generation_cost(shape, work, self.machine, tensor_parallel=self.t, itemsize=self.itemsize)
+        if not self._is_engine:  # each token's pass gathers all weights
+            how = self._how("actor")
+            passes = -(-self._sequences // max(1, concurrent)) * self.work.response_tokens
+            moved = passes * step_time.gathered_bytes(self._model("actor").shape, how)
+            cost = cost.after(moved, self.machine.slowest_link(how.shards))
         yield Phase("generate", pool, dict(self._engine_phase(kv)), cost)
+        if not self._is_engine:
+            return
         ranks = self.config.ranks_of(self.pools["actor"])
         if self._own_pool:  # every actor rank gathers float32, and rank 0 sends all of it to all
             moved = int(memory.MASTER * shape.parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 ITEMSIZE: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -14,7 +14,8 @@ class Unit:
     """The parameters that FSDP gathers and frees together: a decoder layer, or all that is in none (the root).
 
     ``by_columns``: of those in weights that are sharded on their second dimension, which are copied once more.
-    ``largest``: of the largest tensor; ``largest_trained``: of the largest that is trained.
+    ``largest``: of the largest tensor; ``largest_trained``: of the largest that is trained. ``matrices``: of those that
+    are trained, in the matrices that Muon is for; ``orthogonalisation``: operations that their update takes.
     """
 
     trained: int
@@ -22,10 +23,16 @@ class Unit:
     by_columns: int
     largest: int
     largest_trained: int
+    matrices: int = 0
+    orthogonalisation: int = 0
 
     @property
     def parameters(self) -> int:
         return self.trained + self.frozen
+
+    def slice_of(self, slices: int) -> Unit:
+        """A slice of each of the tensors."""
+        return Unit(*(getattr(self, field.name) // slices for field in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class ModelShape:
 
     ``kinds``: parameters by kind; they add up to all. ``active``: those that compute a token (a mixture's experts that
     are not routed to don't). ``stored``: the type in config.json. ``context``: tokens; None if it doesn't say.
+    ``tensor_parallel``: how many ranks may share each layer in training.
     """
 
     architecture: str
@@ -49,6 +57,23 @@ class ModelShape:
     tied: bool
     stored: str
     context: int | None
+    tensor_parallel: tuple[int, ...] = (1,)
+
+    def slice_of(self, slices: int) -> ModelShape:
+        """What each of so many ranks has that share the layers (train.fsdp.tensor_parallel).
+
+        Norms, which each has whole, are counted as the rest is: they are less than a thousandth of a layer.
+        """
+        return replace(
+            self,
+            layers=tuple(unit.slice_of(slices) for unit in self.layers),
+            root=self.root.slice_of(slices),
+            kinds={kind: count // slices for kind, count in self.kinds.items()},
+            active=self.active // slices,
+            vocabulary=-(-self.vocabulary // slices),
+            heads=self.heads // slices,
+            key_value_heads=self.key_value_heads // slices,
+        )
 
     @property
     def parameters(self) -> int:
@@ -58,6 +83,14 @@ class ModelShape:
     @property
     def trained(self) -> int:
         return self.root.trained + sum(unit.trained for unit in self.layers)
+
+    @property
+    def matrices(self) -> int:
+        return self.root.matrices + sum(unit.matrices for unit in self.layers)
+
+    @property
+    def orthogonalisation(self) -> int:
+        return self.root.orthogonalisation + sum(unit.orthogonalisation for unit in self.layers)
 
     @property
     def frozen(self) -> int:

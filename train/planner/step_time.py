@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from train.planner.machine import Machine
-from train.planner.memory import MASTER, Sharding
+from train.planner.memory import MASTER, Sharding, optimizer_state
 from train.planner.sizes import Batch, ModelShape
 
 
@@ -24,6 +24,12 @@ class Cost:
     def times(self, count: int) -> Cost:
         """Of as many."""
         return Cost(self.seconds * count, self.moved * count, self.bound)
+
+    def after(self, passed: int, rate: float) -> Cost:
+        """With so many more bytes, at a rate a second, that nothing overlaps."""
+        wire = passed / rate
+        bound = "communication" if wire > self.seconds else self.bound
+        return Cost(self.seconds + wire, self.moved + passed, bound)
 
 
 class Counts(Protocol):
@@ -59,34 +65,64 @@ def gathered_bytes(shape: ModelShape, how: Sharding) -> int:
     return int(how.itemsize * (shape.trained + shape.frozen) * (how.shards - 1) / how.shards)
 
 
+def passed_bytes(shape: ModelShape, how: Sharding, batch: Batch, *, learns: bool) -> int:
+    """That a rank sends in one micro-batch to those that share its layers (train.fsdp.tensor_parallel).
+
+    All-reduces of hidden states: two a layer forward and two backward (Megatron-LM, arXiv 1909.08053, section 3), one
+    of the embedding's output, and one of the gradient that the output layer gives, in float32. A ring's all-reduce
+    moves 2 (t - 1)/t of the bytes.
+    """
+    each, layers = batch.rows * shape.hidden * how.itemsize, len(shape.layers)
+    total = (2 * layers + 1) * each
+    if learns:
+        total += 2 * layers * (1 + how.checkpointing) * each + MASTER * batch.scored * shape.hidden
+    return int(2 * (how.slices - 1) / how.slices * total)
+
+
 def update_cost(shape: ModelShape, how: Sharding, batch: Batch, machine: Machine) -> Cost:
     """An optimizer step of so many micro-batches.
 
     Computing: a backward pass is twice a forward one (once with frozen weights, whose gradients nobody needs), and
     checkpointing adds a forward pass. Moved: parameters are gathered for either pass, and gradients reduced in float32,
-    (w - 1)/w of 4 bytes each, once or with every micro-batch. AdamW reads and writes 28 bytes a parameter: weight,
-    gradient (read alone) and two moments. With parameters in the host's memory each gather first copies a rank's slice,
-    and it is the host that does AdamW's step.
+    (w - 1)/w of 4 bytes each, once or with every micro-batch; what ranks that share layers pass to each other
+    (``passed_bytes``) waits for computing, and computing for it. AdamW reads and writes 28 bytes a parameter: weight,
+    gradient (read alone) and two moments; another optimizer, what its state has. With parameters in the host's memory
+    each gather first copies a rank's slice, and it is the host that does the optimizer's step. Without resharding
+    between a layer's passes it is gathered once for both. State that waits in the host's memory comes and goes. For
+    Muon every rank receives all matrices in float32 and the updates of all, and computes its share of these.
     """
     passes = update_passes(shape) + how.checkpointing
     count = how.micro_batches
     compute = count * passes * forward_flops(shape, batch) / machine.matrix_flops(how.itemsize)
     reductions = count if how.reduce_every_micro_batch else 1
     reduced = MASTER * shape.trained * (how.shards - 1) / how.shards
-    moved = int(2 * count * gathered_bytes(shape, how) + reductions * reduced)
+    gathers = count * (1 + how.resharded)
+    moved = int(gathers * gathered_bytes(shape, how) + reductions * reduced)
     wire = moved / machine.slowest_link(how.shards)
     if how.host:
-        wire += 2 * count * MASTER * shape.trained / how.shards / machine.host
+        wire += gathers * MASTER * shape.trained / how.shards / machine.host
     memory_rate = machine.host_memory if how.host else machine.bandwidth * machine.bandwidth_share
-    optimizer = 28 * shape.trained / how.shards / memory_rate
-    return _slower(compute, wire, moved, optimizer)
+    state = optimizer_state(shape, how)
+    optimizer = (3 * MASTER * shape.trained / how.shards + 2 * state) / memory_rate
+    if how.waits:
+        optimizer += 2 * state / machine.host
+    if how.muon:
+        ranks = how.shards * how.slices
+        whole = 2 * MASTER * how.slices * shape.matrices * (ranks - 1) // ranks
+        optimizer += shape.orthogonalisation / how.shards / machine.matrix_flops(2)
+        optimizer += whole / machine.slowest_link(ranks)
+        moved += whole
+    passed = count * passed_bytes(shape, how, batch, learns=True)
+    return _slower(compute, wire, moved, optimizer).after(passed, machine.slowest_link(how.slices))
 
 
 def inference_cost(shape: ModelShape, how: Sharding, batch: Batch, machine: Machine) -> Cost:
     """A pass without gradient over so many micro-batches; parameters are gathered for each."""
     compute = how.micro_batches * forward_flops(shape, batch) / machine.matrix_flops(how.itemsize)
     moved = how.micro_batches * gathered_bytes(shape, how)
-    return _slower(compute, moved / machine.slowest_link(how.shards), moved)
+    passed = how.micro_batches * passed_bytes(shape, how, batch, learns=False)
+    cost = _slower(compute, moved / machine.slowest_link(how.shards), moved)
+    return cost.after(passed, machine.slowest_link(how.slices))
 
 
 def sync_bytes(shape: ModelShape, ranks: int, tensor_parallel: int, itemsize: int) -> int:

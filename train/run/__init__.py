@@ -1,6 +1,7 @@
 """A run from its beginning to what it leaves.
 
 ``resume`` (a run begins, continues, or was finished) with ``resume_settings`` (which settings must then be the same),
+``failure`` (why an attempt failed, and whether another one may not), ``restarts`` (those of a run, on record),
 ``checkpoints`` (when to save, and what is still being written), ``best_weights`` (those of the step that was the best
 on held-out prompts), ``publish`` (the trained policy, into the store),
 ``reward_model`` (a trained reward model, and whether it is to reward) with ``calibration`` (its scores as log odds),

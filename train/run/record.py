@@ -15,6 +15,7 @@ from feedback.files import replace_file
 from train.observe.progress import seconds_by_part
 from train.observe.resource_file import FILE as RESOURCES
 from train.observe.resource_file import Resources
+from train.run.restarts import Restart, read_restarts
 from train.run.retention import RunFolder
 from train.run.unfinished import START, holder_of
 
@@ -43,10 +44,10 @@ class RunRecord(BaseModel):
     """What there is of a run.
 
     ``candidate`` and ``reward_model``: what it has published. ``wrong``: why it has published nothing, where it has
-    ended or nobody is at work on it. ``steps`` of ``steps_planned`` are done, in ``seconds``; ``seconds_by_part``:
-    what their parts took. ``tokens_per_s``: over all of them. ``peak_memory``: bytes, of the rank with the most.
-    ``data``: what it learned from, in words; ``usable``: prompts or items. ``config``: the settings it was started
-    with. ``last``: the finite metrics of its newest step.
+    ended or nobody is at work on it. ``restarts``: when it went on by itself, and why. ``steps`` of ``steps_planned``
+    are done, in ``seconds``; ``seconds_by_part``: what their parts took. ``tokens_per_s``: over all of them.
+    ``peak_memory``: bytes, of the rank with the most. ``data``: what it learned from, in words; ``usable``: prompts or
+    items. ``config``: the settings it was started with. ``last``: the finite metrics of its newest step.
     """
 
     run: str
@@ -58,6 +59,7 @@ class RunRecord(BaseModel):
     candidate: int | None
     reward_model: int | None
     wrong: str | None
+    restarts: list[Restart]
     lake_versions: dict[str, int]
     data: str | None
     usable: int | None
@@ -110,6 +112,7 @@ def _record(run: RunFolder) -> RunRecord:
         candidate=None if result is None else result.candidate,
         reward_model=None if result is None else result.reward_model,
         wrong=_wrong(run, len(steps)),
+        restarts=read_restarts(folder),
         lake_versions=start.get("lake_versions", {}),
         data=data.get("data"),
         usable=data.get("usable"),

@@ -12,7 +12,7 @@ import os
 import socket
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -32,9 +32,10 @@ from train.data.own_prompts import hashes
 from train.observe.progress import say
 from train.run.erasures import Erasures
 from train.run.resume_settings import changed_files, differing_settings
-from train.run.unfinished import LOCK, START, Stores, forget, published_by, was_erased
+from train.run.unfinished import LOCK, START, SUPERVISOR, Stores, forget, published_by, was_erased
 
-_LOCK_WAIT_S: Final = 2.0  # an erasure that looks which runs there are has the lock for a moment
+_MOMENT_S: Final = 2.0  # that a process has a lock which only looks whether another one does
+_ENDING_S: Final = 30.0  # that a driver may take to end, whose supervisor was killed
 
 
 class Progress(BaseModel):
@@ -129,13 +130,16 @@ def keep_start(context: JobContext, start: RunStart) -> None:
 
 
 @contextmanager
-def only_run(context: JobContext) -> Iterator[None]:
-    """Hold the run's folder; the lock goes with the process. Raises CheckpointError if another process holds it."""
+def only_run(context: JobContext, lock: str = LOCK, wait_s: float = _ENDING_S) -> Iterator[None]:
+    """Hold the run's folder, as its driver, or as ``only_supervisor``.
+
+    The lock goes with the process. Raises CheckpointError if another process holds it for ``wait_s`` seconds.
+    """
     context.folder.mkdir(parents=True, exist_ok=True)
-    path = context.folder / LOCK
+    path = context.folder / lock
     with ExitStack() as held:
         try:
-            held.enter_context(locked(path, _LOCK_WAIT_S))
+            held.enter_context(locked(path, wait_s))
         except LockTimeoutError:
             raise CheckpointError(
                 f"another process ({path.read_text().strip() or 'unknown'}) is in the middle of run {context.run} "
@@ -143,6 +147,11 @@ def only_run(context: JobContext) -> Iterator[None]:
             ) from None
         path.write_text(f"pid {os.getpid()} on {socket.gethostname()}\n")
         yield
+
+
+def only_supervisor(context: JobContext) -> AbstractContextManager[None]:
+    """Hold the run's folder as the process that starts its drivers, one after the other. Raises as ``only_run``."""
+    return only_run(context, SUPERVISOR, _MOMENT_S)
 
 
 def checkpoints_of(context: JobContext) -> Path:

@@ -23,7 +23,10 @@ DECISIVE: Final = (
     "seed",
     "minibatches",
     "epochs",
+    "rollout.backend",
     "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
     "rollout.max_tokens",
     "rollout.max_model_len",
     "rollout.staleness",
@@ -37,6 +40,8 @@ _OF_REWARD_MODEL: Final = ("reward_model.weights", "reward_model.votes")
 def differing_settings(before: Mapping[str, Any], config: TrainConfig) -> list[str]:
     """One line for each decisive setting that differs from ``before``, the dump of an earlier config."""
     names = (*DECISIVE, *_OF_REWARD_MODEL) if config.algorithm.name == REWARD_MODEL else DECISIVE
+    if config.optimizer.schedule != "constant":  # the learning rate ends with them
+        names = (*names, "steps")
     was, is_ = (
         dict(line for name in names for line in _flat(name, _get(dump, name)))
         for dump in (before, config.model_dump(mode="json"))

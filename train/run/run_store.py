@@ -43,7 +43,15 @@ from train.context import RUN_NAME
 from train.observe.progress import say
 from train.run.resume_settings import started
 
-RECORDS: Final = ("start.json", "metrics.jsonl", "pass_rates.json", "data.json", "resources.json", "result.json")
+RECORDS: Final = (
+    "start.json",
+    "metrics.jsonl",
+    "pass_rates.json",
+    "data.json",
+    "resources.json",
+    "restarts.json",
+    "result.json",
+)
 """What of a run is shared beside its checkpoints. Not ``job.json``, which has credentials in clear."""
 _CHECKPOINT: Final = re.compile(r"checkpoints/(step-\d{8})/([^/]+/)?[^/]+", re.ASCII)
 _LARGEST: Final = 16 << 20  # bytes of a manifest

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 START: Final = "start.json"
 LOCK: Final = ".lock"
+"""Held by the driver of a run."""
+SUPERVISOR: Final = ".supervisor"
+"""Held by the process that starts the drivers, one after the other."""
 UPLOADING: Final = ".uploading"
 _KEPT: Final = ("checkpoints/*", "checkpoints/.step-*", "candidate", "best/*", UPLOADING)
 """What a run writes before it has published."""
@@ -240,12 +243,20 @@ def kept(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Hold a run's lock; False if another process has it."""
+    """Hold a run's lock; False if another process is at work on it, be it between two drivers."""
     with (folder / LOCK).open("a") as lock:
-        yield try_lock(lock.fileno())
+        yield try_lock(lock.fileno()) and not _is_held(folder / SUPERVISOR)
 
 
 def holder_of(folder: Path) -> str | None:
     """The process at work on a run, as its lock names it; None if there is none."""
-    with _alone(folder) as alone:
-        return None if alone else (folder / LOCK).read_text().strip() or "a process"
+    for lock in (folder / LOCK, folder / SUPERVISOR):
+        if _is_held(lock):
+            return lock.read_text().strip() or "a process"
+    return None
+
+
+def _is_held(lock: Path) -> bool:
+    with suppress(FileNotFoundError), lock.open("r+") as file:  # NFS locks only what is open for writing
+        return not try_lock(file.fileno())
+    return False

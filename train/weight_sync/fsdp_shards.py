@@ -1,13 +1,15 @@
-"""What FSDP2 holds: where each trained tensor lies, and this rank's shard of it."""
+"""What FSDP2 and tensor parallelism hold: where each trained tensor lies, and this rank's shard of it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from train.model.hf_io import own_slice
 from train.model.lora import merged_parameters
@@ -34,12 +36,18 @@ def _held(name: str, tensor: Tensor) -> Held:
         ranks = tuple(range(torch.distributed.get_world_size()))
         return _shards(tuple(tensor.shape), ranks, (len(ranks),), (None,))
     placements: list[int | None] = []
-    for placement in tensor.placements:
-        if type(placement) not in (Shard, Replicate):
-            raise ReshardError(f"{name} is placed as {placement}; only shards and replicas can be resharded")
-        placements.append(placement.dim if isinstance(placement, Shard) else None)
+    for i, placement in enumerate(tensor.placements):
+        strided = isinstance(placement, _StridedShard)
+        # FSDP2 shards the slice that tensor parallelism has cut: the later dimension of the mesh comes first.
+        if type(placement) not in (Shard, Replicate) and not (strided and placement.split_factor == _cuts(tensor, i)):
+            raise ReshardError(f"{name} is placed as {tensor.placements}; only shards and replicas can be resharded")
+        if type(placement) is Shard and _cuts(tensor, i) > 1:
+            raise ReshardError(f"{name} is placed as {tensor.placements}; FSDP2 shards slices of tensor parallelism")
+        placements.append(None if isinstance(placement, Replicate) else placement.dim)
+    # Its dimensions in the order in which they cut.
     mesh = tensor.device_mesh.mesh
-    held = _shards(tuple(tensor.shape), tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(placements))
+    mesh = mesh.permute(*reversed(range(mesh.ndim)))
+    held = _shards(tuple(tensor.shape), tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(reversed(placements)))
     rank = torch.distributed.get_rank()
     own = next((box for box, holders in held.shards if rank in holders), None)
     actual = tuple((part.start, part.stop) for part in own_slice(tensor))
@@ -48,6 +56,13 @@ def _held(name: str, tensor: Tensor) -> Held:
             f"rank {rank} holds {actual} of {name}, and by its mesh {mesh.tolist()} it should hold {own}"
         )
     return held
+
+
+def _cuts(tensor: DTensor, mesh_dim: int) -> int:
+    """In how many slices the later dimensions of the mesh have cut what this one shards."""
+    placements = tensor.placements
+    later = zip(placements[mesh_dim + 1 :], tensor.device_mesh.shape[mesh_dim + 1 :], strict=True)
+    return math.prod(size for p, size in later if type(p) is Shard and p.dim == placements[mesh_dim].dim)
 
 
 @lru_cache(maxsize=256)

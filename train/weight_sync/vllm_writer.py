@@ -38,8 +38,12 @@ class LiveWeights:
         return next(p.device for p in self._model.parameters())
 
     def write(self, need: Need, box: Box, values: Tensor) -> None:
-        """Put ``values``, of the shape of ``box``, where they belong; other dtypes and devices are converted."""
-        self.at(need, box).copy_(values)
+        """Put ``values``, of the shape of ``box``, where they belong; other dtypes and devices are converted.
+
+        They pass through the dtype that the engine loads checkpoints in: some of its parameters are wider (biases on a
+        CPU with AMX are float32), and would tell a rank's own slice from one that came from another.
+        """
+        self.at(need, box).copy_(values.to(self._config.dtype))
 
     def at(self, need: Need, box: Box) -> Tensor:
         """Where ``box`` lies; its layer's layout is restored first if its kernels had rearranged it."""

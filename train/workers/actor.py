@@ -17,8 +17,14 @@ from train.workers.model_worker import TrainedWorker, forward_per_token
 class ActorWorker(TrainedWorker):
     """One FSDP rank of the policy in training, with its optimizer."""
 
+    all_patterns_fit = True
+
     def build(self) -> nn.Module:
         return build(self.policy, lora=self.config.lora, **self.build_options)
+
+    @property
+    def updates_of_run(self) -> int:
+        return self.config.updates_of_policy
 
     @dispatch(per_token)
     def log_probs(self, batch: PackedBatch) -> Tensor:

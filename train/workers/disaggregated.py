@@ -64,10 +64,11 @@ class ReceivingRollout(RolloutWorker):
     stream: WeightStream | None = None
 
     @dispatch(to_all)
-    def receive_weights(self, rendezvous: Rendezvous) -> None:
-        """Take over the weights that the actor sends."""
+    def receive_weights(self, rendezvous: Rendezvous, *, version: int) -> None:
+        """Take over the weights that the actor sends; ``version`` as of ``load_actor_weights``."""
         if self.stream is None:
             timeout_s = self.config.step_timeout_s
             store = find_store(rendezvous.address, rendezvous.port, timeout_s)
             self.stream = WeightStream(store, self.rank + 1, rendezvous.receivers + 1, timeout_s)
         load_whole(self.llm, self.stream.receive())
+        self._label(version)

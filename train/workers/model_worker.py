@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 
 from train import algorithms
 from train.algorithms.base import Loss, logged_values
@@ -21,9 +22,11 @@ from train.config.training import TrainConfig
 from train.controller.dispatch import dispatch, to_all, to_all_gathered
 from train.controller.usage import Usage, peak_memory
 from train.controller.worker import Worker
-from train.model.fsdp import rows_for
-from train.model.hf_io import whole_tensor
-from train.model.mesh import Meshes, make_meshes
+from train.model.fsdp import log_once, rows_for
+from train.model.mesh import Meshes, make_meshes, mesh_sizes
+from train.model.tensor_parallel import share_random_state
+from train.optimizers.build import make_optimizer, move_state
+from train.optimizers.schedule import share_of_peak
 
 MicroLoss = Callable[[PackedBatch], tuple[Loss, Tensor]]
 """Of a micro-batch: its loss with what to log, and the model's output that the loss is of, float32 [T]."""
@@ -33,6 +36,8 @@ class TrainedWorker(Worker):
     """One FSDP rank of a model in training, with its optimizer."""
 
     saver: Saver
+    all_patterns_fit: ClassVar[bool] = False
+    """Whether each pattern of train.optimizer.groups must fit a parameter: they are written for the policy."""
 
     def __init__(self, *, policy: Path, config: TrainConfig, **peers: Any) -> None:
         super().__init__(**peers)
@@ -42,15 +47,13 @@ class TrainedWorker(Worker):
         self.meshes = meshes_of(config, self.peers)
         self.model: nn.Module = self.build()
         o = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            [p for p in self.model.parameters() if p.requires_grad],
-            lr=self.learning_rate,
-            betas=o.betas,
-            weight_decay=o.weight_decay,
-        )
+        self.optimizer = make_optimizer(self.model, o, self.learning_rate, all_patterns_fit=self.all_patterns_fit)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / (o.warmup_steps + 1))
+            self.optimizer, lambda step: share_of_peak(step, o, self.updates_of_run)
         )
+        self.parks_state = config.fsdp.offload_optimizer and torch.cuda.is_available()
+        if config.fsdp.offload_optimizer and not self.parks_state:
+            log_once("train.fsdp.offload_optimizer does nothing: the compute device is a CPU")
         # Process groups cost memory, and are not given back.
         self.saver = self.before.saver if isinstance(self.before, TrainedWorker) else Saver(config.step_timeout_s)
 
@@ -78,6 +81,11 @@ class TrainedWorker(Worker):
         """Peak learning rate."""
         return self.config.optimizer.learning_rate
 
+    @property
+    def updates_of_run(self) -> int:
+        """Optimizer steps of the model in the run, at most."""
+        return self.config.updates
+
     def take_step(self, batch: PackedBatch, loss_of: MicroLoss, count: float) -> tuple[dict[str, float], Tensor]:
         """One optimizer step on the batch; every rank must call it.
 
@@ -91,6 +99,8 @@ class TrainedWorker(Worker):
             were, and ``train.observe.health.check_health`` ends the run.
         """
         began = time.perf_counter()
+        if self.meshes.tp is not None:
+            share_random_state(self.meshes.tp)
         total = all_sum(torch.tensor(count, dtype=torch.float64))
         micro_batches = equal_count(batch, self.config.micro_batch_tokens)
         means = Means()
@@ -110,17 +120,23 @@ class TrainedWorker(Worker):
             (loss * float(counts) / total * self.world_size).backward()
             if counts:
                 self._count(micro)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
-        grad_norm = float(whole_tensor(norm))
+        grad_norm = clip_gradients(self.model, self.config.optimizer.max_grad_norm)
         if math.isfinite(grad_norm):
-            self.optimizer.step()
+            self._step()
         self.optimizer.zero_grad()
-        rate = self.schedule.get_last_lr()[0]
+        rate = self.learning_rate * share_of_peak(self.schedule.last_epoch, self.config.optimizer, self.updates_of_run)
         self.schedule.step()
         means.add_to("loss", torch.zeros(()), float(total) / self.world_size)
         metrics = {**means.over_ranks(), "grad_norm": grad_norm, "learning_rate": rate}
         self.updates = replace(self.updates, seconds=self.updates.seconds + time.perf_counter() - began)
         return metrics, before
+
+    def _step(self) -> None:
+        if self.parks_state:
+            move_state(self.optimizer, torch.device("cuda"))
+        self.optimizer.step()
+        if self.parks_state:
+            move_state(self.optimizer, torch.device("cpu"))
 
     def _count(self, micro: PackedBatch) -> None:
         """Add what an update has computed for a micro-batch."""
@@ -151,6 +167,8 @@ class TrainedWorker(Worker):
     def load_checkpoint(self, checkpoint: Path, *, part: str) -> None:
         """Take over weights, optimizer, schedule and random state of a checkpoint's part, of any number of ranks."""
         load(checkpoint, part, self.model, self.optimizer, self.schedule)
+        if self.parks_state:
+            move_state(self.optimizer, torch.device("cpu"))
 
 
 def meshes_of(config: TrainConfig, peers: Mapping[str, Worker]) -> Meshes:
@@ -158,14 +176,8 @@ def meshes_of(config: TrainConfig, peers: Mapping[str, Worker]) -> Meshes:
     for worker in peers.values():
         if isinstance(meshes := vars(worker).get("meshes"), Meshes):
             return meshes
-    t, ranks = config.rollout.tensor_parallel_size, torch.distributed.get_world_size()
-    return make_meshes(
-        "cuda" if torch.cuda.is_available() else "cpu",
-        # With generation on ranks of its own, t need not divide these; then no order keeps anything in place.
-        tensor_parallel_size=t if ranks // config.fsdp.replicas % t == 0 else 1,
-        replicas=config.fsdp.replicas,
-        sequence_parallel_size=config.fsdp.sequence_parallel,
-    )
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return make_meshes(device_type, **mesh_sizes(config, torch.distributed.get_world_size()))
 
 
 def forward_per_token(
@@ -185,8 +197,9 @@ def forward_per_token(
             values = per_token(model, micro)
             if len(sequences):
                 result[batch.token_index(sequences)] = values
-    if isinstance(model, FSDPModule):
-        model.reshard()  # its root stays gathered for a backward pass, which a frozen model never has
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # the root, and layers by a setting, stay gathered for a backward pass that never comes
     return result
 
 
@@ -229,6 +242,30 @@ class Means:
         """The means, of what there was any of; every rank must call it, and must have added to the same names."""
         total = all_sum(torch.stack(list(self._sums.values())))
         return {name: float(s / n) for name, (s, n) in zip(self._sums, total, strict=True) if n}
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients so that their norm over all ranks is ``max_norm`` at most; returns the norm before.
+
+    What several ranks hold (replicas, and whole parameters under tensor parallelism) counts once. Every rank must call
+    it.
+    """
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    parts = [gradient.to_local() for gradient in gradients if isinstance(gradient, DTensor)]
+    assert len(parts) == len(gradients), "FSDP2 shards every parameter"
+    norms = torch.stack([torch.linalg.vector_norm(part) for part in parts]).double().cpu()  # one wait for the device
+    copies = torch.tensor([copies_of(gradient) for gradient in gradients], dtype=torch.float64)
+    norm = float(all_sum((norms.square() / copies).sum()).sqrt())
+    if norm > max_norm:
+        for part in parts:
+            part.mul_(max_norm / norm)
+    return norm
+
+
+def copies_of(tensor: DTensor) -> int:
+    """Ranks that hold each element."""
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if isinstance(placement, Replicate))
 
 
 def all_sum(value: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from serve.swap.compatibility import identity
 from train.config.context_length import rollout_cache
 from train.config.training import TrainConfig
 from train.controller.worker_group import Pool, WorkerError, WorkerGroup
+from train.model.mesh import mesh_sizes
 from train.workers.role_groups import environment, sizes, start_pools
 from train.workers.rollout import RolloutWorker
 
@@ -50,7 +51,9 @@ class ResidentPools:
 
         After an exception they are of no further use, and end: a run that is stopped early has left them in the middle.
         """
-        layout, engine = layout_of(config), rollout_engine(config, parent) if config.samples else None
+        layout, engine = layout_of(config), None
+        if config.samples and config.rollout.backend == "vllm":
+            engine = rollout_engine(config, parent)
         if layout != self._layout or (engine and self._engine and engine != self._engine):
             self._end()
         if not self._pools:
@@ -134,7 +137,8 @@ def layout_of(config: TrainConfig) -> dict[str, Any]:
             for name, pool in on.pools.items()
         },
         "roles": [on.actor, on.reference, on.critic, on.rollout if config.samples else on.actor],
-        "replicas": config.fsdp.replicas,
+        "backend": config.rollout.backend,
+        "meshes": mesh_sizes(config, config.ranks_of(on.actor)),
         "timeouts": [config.start_timeout_s, config.step_timeout_s],
         "environment": environment(config),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +14,11 @@ from train import algorithms
 from train.config.placement import PlacementConfig
 from train.config.training import TrainConfig
 from train.controller import torchrun
+from train.controller.heartbeat import forget_ranks, interval
 from train.controller.ray_pool import ResourcePool, gpus_of_cluster
 from train.controller.worker_group import Pool, WorkerError, WorkerGroup, results
 from train.data.rewards import Reward, RewardFunction, rewards_of
+from train.model.mesh import batch_parts, mesh_sizes
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,18 @@ class Groups:
         if self.rollout is not None and self.rendezvous is None:
             self.rollout.sleep()
 
-    def reshard(self) -> None:
-        """Generate with the weights in training, as they are, from here on."""
+    def reshard(self, version: int = 0) -> None:
+        """Generate with the weights in training, as they are, from here on.
+
+        ``version``: what their tokens are labelled with: the steps that they have behind them.
+        """
         if self.rollout is None:
             return
         if self.rendezvous is None:
-            self.rollout.load_actor_weights()
+            self.rollout.load_actor_weights(version)
         else:
-            results(self.actor.send_weights.start(self.rendezvous), self.rollout.receive_weights.start(self.rendezvous))
+            receiving = self.rollout.receive_weights
+            results(self.actor.send_weights.start(self.rendezvous), receiving.start(self.rendezvous, version=version))
 
 
 @contextmanager
@@ -73,10 +79,12 @@ def start_groups(
     reward: Reward | None,
     trial: Callable[[RewardFunction], object] = lambda _: None,
     pools: AbstractContextManager[dict[str, Pool]] | None = None,
+    folder: Path | None = None,
 ) -> Generator[Groups]:
     """Start the pools of the config and the workers on them; leaving the context ends them.
 
     Args:
+        folder: of the run, in which ranks give signs of life; None if nobody watches.
         pools: those of resident workers; by default new ones.
         seed: of sampling.
         reward: of what is sampled; None if nothing is.
@@ -88,7 +96,7 @@ def start_groups(
     on, algorithm = config.placement, algorithms.load(config.algorithm)
     disaggregated = config.samples and on.rollout != on.actor
     rewards: RewardFunction | None = reward
-    with pools or start_pools(config) as placed:
+    with pools or start_pools(config) as placed, heartbeats(config, placed, folder):
         if on.reward is not None and reward is not None:
             group = placed[on.reward].group(
                 "reward", "train.workers.reward:RewardWorker", reward=reward.settings, timeout_s=reward.timeout_s
@@ -99,7 +107,9 @@ def start_groups(
         if disaggregated:
             actor = "train.workers.disaggregated:SendingActor"
             rollout = "train.workers.disaggregated:ReceivingRollout"
-        elif not config.algorithm.trains_policy:
+        elif config.rollout.backend == "hf":
+            rollout = "train.workers.hf_rollout:HfRolloutWorker"
+        if not config.algorithm.trains_policy:
             actor = "train.workers.scorer:ScorerWorker"
         common: dict[str, Any] = {"policy": policy, "config": config}
         trained = placed[on.actor].group("actor", actor, **common)
@@ -118,6 +128,22 @@ def start_groups(
         for name, pool in placed.items():
             pool.call(f"seed {name}", "seed", seeds(pool, seed)).result()
         yield groups
+
+
+@contextmanager
+def heartbeats(config: TrainConfig, pools: Mapping[str, Pool], folder: Path | None) -> Generator[None]:
+    """Have all ranks give signs of life in the block."""
+    if folder is None:
+        yield
+        return
+    every_s = interval(config.restarts.silence_s)
+    for name, pool in pools.items():
+        arguments = [(folder, f"{name}-{rank}", every_s) for rank in range(pool.layout.ranks)]
+        pool.call(f"heartbeat of {name}", "begin_heartbeat", arguments).result(config.start_timeout_s)
+    try:
+        yield
+    finally:
+        forget_ranks(folder)
 
 
 def seeds(pool: Pool, seed: int) -> list[tuple[int]]:
@@ -176,12 +202,13 @@ def gpus_by_pool(config: TrainConfig, available: int) -> dict[str, int]:
     return found
 
 
-def sizes(config: TrainConfig, pool: str) -> dict[str, int]:
-    """How the ranks of a pool share engines and sequences: only where it generates, only where it trains."""
-    on = config.placement
+def sizes(config: TrainConfig, pool: str) -> dict[str, Any]:
+    """How the ranks of a pool share engines and parts of a batch: only where it generates, only where it trains."""
+    on, ranks = config.placement, config.ranks_of(pool)
+    trains = pool in (on.actor, on.reference, on.critic)
     return {
         "tensor_parallel_size": config.rollout.tensor_parallel_size if pool == on.rollout else 1,
-        "sequence_parallel_size": config.fsdp.sequence_parallel if pool in (on.actor, on.reference, on.critic) else 1,
+        "parts": batch_parts(ranks, **mesh_sizes(config, ranks)) if trains else (),
     }
 
 

@@ -1,28 +1,46 @@
-"""Fresh responses: vLLM inside the training processes, with the weights in training."""
+"""Fresh responses and episodes: vLLM inside the training processes, with the weights in training."""
 
 from __future__ import annotations
 
+import json
 import logging
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from evaluation.engine import Call, OfflineEngine
+from feedback.datasets import Prompt
 from serve.generation.tokenizer import Text
 from serve.policies.folder import fingerprint
 from serve.policies.store import Policy
-from serve.vllm.boot import OFFLINE_WORKER, launched_executor, offline_engine, policy_logprobs, sampling_params
+from serve.vllm.boot import (
+    OFFLINE_WORKER,
+    launched_executor,
+    offline_engine,
+    policy_logprobs,
+    sampling_params,
+    spans_of,
+)
+from train import environments
 from train.batch.packed import Sample
 from train.checkpoint.random_state import seed_of
 from train.config.context_length import rollout_cache
+from train.config.sections import RolloutConfig
 from train.config.training import TrainConfig
-from train.controller.dispatch import by_engine, dispatch, to_all, to_first_engine
+from train.controller.dispatch import by_engine, dispatch, to_all, to_engines, to_first_engine
 from train.controller.worker import Worker
+from train.environments.engine_loop import Player, Start
+from train.environments.environment import EpisodePrompt
+from train.environments.episode_loop import Limits
 from train.model.hf_io import stored_in
+from train.rollouts.request import Request, requests_of
+from train.rollouts.responses import Responses, Sampling, until_ended
 from train.weight_sync.gather import gather
 from train.weight_sync.sync import WeightSync
 
@@ -42,15 +60,20 @@ class RolloutWorker(Worker):
         super().__init__(**peers)
         self.config = config
         self.weight_sync: WeightSync | None = None
+        self.ended: dict[str, Any] = {}
         self.sleeps = torch.cuda.is_available() and config.placement.rollout == config.placement.actor
         self.asleep = False
         if isinstance(self.before, RolloutWorker):
-            self.llm, self.text, self.asleep = self.before.llm, self.before.text, self.before.asleep
+            self.llm, self.asleep = self.before.llm, self.before.asleep
+            self.before.sampling.abort()  # of a run that has failed
+            self.text = Text(AutoTokenizer.from_pretrained(policy))  # it may have another chat template
             with self._awake():
                 load_files(self.llm, policy)
         else:
             self.llm = self._boot(policy, seed)
             self.text = Text(self.llm.get_tokenizer())
+        self._label(0)
+        self.sampling: Sampling = self._player() if config.environment is not None else self._responses()
 
     def _boot(self, policy: Path, seed: int) -> Any:
         config, r = self.config, self.config.rollout
@@ -79,6 +102,8 @@ class RolloutWorker(Worker):
             **on_gpu,
             enforce_eager=r.enforce_eager,
             enable_prefix_caching=False,  # the weights change between any two calls
+            # A step that runs ahead of its output would be labelled by the weights that came after it.
+            async_scheduling=False if r.staleness > 0 else None,
             enable_sleep_mode=self.sleeps,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
@@ -93,13 +118,18 @@ class RolloutWorker(Worker):
 
     @dispatch(to_all)
     def sleep(self, _: None = None) -> None:
-        """Leave the GPU's memory to training until ``load_actor_weights``: neither weights nor KV cache are kept."""
+        """Leave the GPU's memory to training until ``load_actor_weights``: neither weights nor KV cache are kept.
+
+        What is under way computes its tokens so far once more when the engine wakes.
+        """
         if self.sleeps and not self.asleep:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=2, mode="keep")
             self.asleep = True
 
     def rest(self) -> None:
         self.weight_sync = None  # it knows the model in training
+        self.sampling.abort()
+        self.ended.clear()
         self.sleep()
 
     def close(self) -> None:
@@ -107,10 +137,17 @@ class RolloutWorker(Worker):
         self.llm.llm_engine.engine_core.shutdown()
 
     @dispatch(to_all)
-    def load_actor_weights(self, _: None = None) -> None:
-        """Take over the weights of the actor in this process, as they are; an engine that sleeps wakes."""
+    def load_actor_weights(self, version: int) -> None:
+        """Take over the weights of the actor in this process, as they are; an engine that sleeps wakes.
+
+        ``version``: what the tokens are labelled with that they sample; responses that are under way go on.
+        """
         with self._awake():
             self._take_weights(self.peers["actor"].model)  # type: ignore[attr-defined]
+        self._label(version)
+
+    def _label(self, version: int) -> None:
+        self.llm.llm_engine.set_weight_version(str(version))
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -132,34 +169,84 @@ class RolloutWorker(Worker):
         self.weight_sync.run()
 
     @dispatch(by_engine)
-    def generate(
-        self, prompts: list[list[int]], *, n: int, seed: int | None = None, greedy: bool = False
-    ) -> list[list[Sample]]:
+    def generate(self, prompts: list[Any], *, n: int, seed: int | None = None, greedy: bool = False) -> list[list[Any]]:
         """``n`` responses to each prompt (token ids), none for 0, and after them, if asked for, the greedy one.
+
+        With ``train.environment`` they are episodes, and a prompt is all that there is of it. What is under way goes on
+        meanwhile.
 
         Args:
             seed: of all samples of the call; equal weights and prompts give equal samples, on any number of engines.
                 None: the engine's own.
         """
+        self._require_awake()
+        engines = self.world_size // self.config.rollout.tensor_parallel_size
+        engine = self.rank // self.config.rollout.tensor_parallel_size
+        numbers = [engine + i * engines for i in range(len(prompts))]  # in the whole call: by_engine deals them out
+        episodes = self.config.environment is not None
+        requests = requests_of("call", prompts, numbers, n=n, greedy=greedy, seed=seed, episodes=episodes)
+        found = until_ended(self.sampling, requests, self.ended)
+        sampled = [found[i * n : (i + 1) * n] for i in range(len(prompts))]
+        return [of + found[len(prompts) * n + i :][:1] for i, of in enumerate(sampled)]
+
+    @dispatch(to_engines)
+    def advance(self, requests: list[Request], *, steps: int) -> list[tuple[str, Any]]:
+        """Begin what is asked for, and go on with all that is under way.
+
+        Args:
+            requests: of this engine.
+            steps: of the engine; fewer where nothing is left to do, or an environment is waited for.
+
+        Returns:
+            The key, and the response or episode, of each that has ended since the last call.
+        """
+        self._require_awake()
+        for request in requests:
+            self.sampling.start(request)
+        for _ in range(steps):
+            if not self.sampling.busy:
+                break
+            self.ended |= self.sampling.step()
+            if not self.sampling.samples:
+                break
+        ended, self.ended = self.ended, {}
+        return list(ended.items())
+
+    def _require_awake(self) -> None:
         if self.asleep:
             raise RuntimeError("the engine sleeps: call load_actor_weights before it generates")
+
+    def _responses(self) -> Responses:
         r = self.config.rollout
-        engine, engines = self.rank // r.tensor_parallel_size, self.world_size // r.tensor_parallel_size
-        numbers = [engine + i * engines for i in range(len(prompts))]  # in the whole call: by_engine deals them out
-        same = {"max_tokens": r.max_tokens, "detokenize": False}  # text is decoded once, when it is whole
-        params = [
-            # vLLM adds a sample's index to the seed.
-            sampling_params(
-                n=n, temperature=r.temperature, seed=None if seed is None else seed_of(seed, number), **same
-            )
-            for number in (numbers if n else ())
-        ]
-        if greedy:
-            params += [sampling_params(temperature=0.0, **same)] * len(prompts)
-        inputs = [{"prompt_token_ids": p} for p in prompts]
-        outputs = self.llm.generate(inputs * (bool(n) + greedy), params, use_tqdm=False)
-        samples = [[to_sample(c, output.prompt_token_ids, self.text) for c in output.outputs] for output in outputs]
-        return [[sample for of in samples[i :: len(prompts)] for sample in of] for i in range(len(prompts))]
+
+        def params(request: Request) -> Any:
+            drawn = {"temperature": 0.0} if request.greedy else drawn_from(r) | {"seed": request.seed}
+            return sampling_params(max_tokens=r.max_tokens, detokenize=False, **drawn)  # text is decoded once, whole
+
+        return Responses(self.llm.llm_engine, params, self._sample)
+
+    def _player(self) -> Player:
+        assert self.config.environment is not None
+        r = self.config.rollout
+
+        def start(request: Request) -> Start:
+            assert request.seed is not None
+            drawn = partial(turn_sampling, drawn_from(r), None if request.greedy else request.seed)
+            return Start(episode_prompt(request.prompt, request.seed), drawn)
+
+        return Player(
+            self.llm.llm_engine,
+            self.text,
+            self.config.environment,
+            Limits(r.max_tokens, self.config.longest_response, self.llm.model_config.max_model_len),
+            environments.maker(self.config.environment),
+            sampling_params,
+            self._sample,
+            start,
+        )
+
+    def _sample(self, completion: Any, context: list[int]) -> Sample:
+        return to_sample(completion, context, self.text)
 
     @dispatch(to_first_engine)
     def lend_load(self, policy: Policy) -> None:
@@ -189,7 +276,23 @@ def to_sample(completion: Any, prompt: list[int], text: Text) -> Sample:
         raise FloatingPointError(f"generation gave logprobs that are not finite: {log_probs}")
     # The token that ended a response is part of it, but not of its text.
     spoken = token_ids[:-1] if completion.finish_reason == "stop" else token_ids
-    return Sample(token_ids, text.response(prompt, spoken), log_probs, completion.finish_reason)
+    reason, policies = completion.finish_reason, spans_of(completion)
+    return Sample(token_ids, text.response(prompt, spoken), log_probs, reason, policies)
+
+
+def drawn_from(config: RolloutConfig) -> dict[str, Any]:
+    """vLLM's parameters of what responses are drawn from."""
+    return {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k}
+
+
+def episode_prompt(prompt: Prompt, seed: int) -> EpisodePrompt:
+    messages = None if prompt.messages is None else json.loads(prompt.messages)
+    return EpisodePrompt(prompt.prompt, messages, dict(prompt.metadata), seed)
+
+
+def turn_sampling(drawn: dict[str, Any], seed: int | None, turn: int) -> dict[str, Any]:
+    """vLLM's parameters of an episode's turn; greedy without a seed."""
+    return {"temperature": 0.0} if seed is None else drawn | {"seed": seed_of(seed, turn)}
 
 
 def memory_share(policy: Path, kv_cache_bytes: int, tensor_parallel_size: int, device_bytes: int) -> float:

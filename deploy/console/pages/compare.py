@@ -5,7 +5,6 @@ suite, by name and with their scores.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,14 +17,15 @@ from deploy.console.pages.visit import page as shown
 from evaluation.results import Evaluation, load_readable
 from feedback.files import newest_first
 
+_COUNT: Final = """
+SELECT count(*) FROM interactions
+WHERE tenant = $tenant AND status = 'complete' AND date >= $first AND created_at >= $since
+"""
 _PAIR: Final = """
-WITH newest AS (
-    SELECT created_at FROM interactions WHERE tenant = $tenant AND status = 'complete' AND date >= $first
-    ORDER BY created_at DESC LIMIT $most
-), recent AS (
+WITH recent AS (
     SELECT response_id, date, created_at, prompt_token_ids, response, policy_spans[1].policy_version AS policy
-    FROM interactions WHERE tenant = $tenant AND status = 'complete' AND date >= $first
-        AND created_at >= (SELECT min(created_at) FROM newest)
+    FROM interactions WHERE tenant = $tenant AND status = 'complete' AND date >= $first AND created_at >= $since
+    ORDER BY created_at DESC LIMIT $most
 ), of_policies AS (
     FROM recent QUALIFY row_number() OVER (PARTITION BY prompt_token_ids, policy ORDER BY created_at DESC) <= 4
 ), few AS (
@@ -142,9 +142,12 @@ def _shown(template: str, settings: Settings, visit: Visit) -> Answer:
 def _pair(connection: duckdb.DuckDBPyConnection, tenant: str, skipped: list[str]) -> list[dict[str, Any]]:
     """Both interactions; which comes first follows from their ids, and not from their policies. None: an empty list."""
     values = {"tenant": tenant, "skipped": skipped, "most": _MOST}
-    found: list[tuple[Any, ...]] = []
-    for first in (datetime.now(UTC).date() - timedelta(days=1), date.min):  # most traffic has a pair of these days
-        found = found or connection.execute(_PAIR, values | {"first": first}).fetchall()
+    for since in rows.windows(rows.newest_sealed(connection)):
+        bounds = {"tenant": tenant, "since": since, "first": since.date()}
+        [(count,)] = connection.execute(_COUNT, bounds).fetchall()
+        if count >= _MOST:
+            break
+    found = connection.execute(_PAIR, values | bounds).fetchall()
     if not found:
         return []
     [(a, a_day, b, b_day)] = found

@@ -36,6 +36,7 @@ def create(settings: Settings, visit: Visit) -> Answer:
             tenant=form.get("tenant", "").strip() or settings.serve.tenant,
             scopes=[scope for scope in SCOPES if form.get(f"scope-{scope}") == "yes"],
             expires_at=None if lasts is None else datetime.now(UTC) + lasts,
+            sso=form.get("sso", "").strip() or None,
         )
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]

@@ -1,13 +1,13 @@
 """Interactions of one tenant, from the lake and from the journal's rows that are not in it yet.
 
 A list is found in two steps: first which responses, by a scan of narrow columns, then all of those few. The scan begins
-with the newest days, in which most lists are full already; what is said of a response comes after it, so that feedback
-and rewards of those days are all that it needs.
+with the newest minutes, in which most lists are full already: files and row groups without any are not read. What is
+said of a response comes after it, so that feedback and rewards since then are all that it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -31,9 +31,15 @@ PERIODS: Final = {
     "7d": timedelta(days=7),
     "30d": timedelta(days=30),
 }
+_LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST: Final = datetime(9999, 12, 31, tzinfo=UTC)
 _MEMORY: Final = "1GB"
 _THREADS: Final = 1
-_WINDOWS: Final = (1, 4, 16, 64, None)  # days back from the newest that can be in a list; then all
+_FIRST_WINDOW: Final = timedelta(minutes=1)  # back from the newest that can be in a list
+_WINDOWS: Final = 6  # each ``_WIDER`` times as long as the one before; then all that is older
+_WIDER: Final = 8
+_CLOCKS_APART: Final = timedelta(minutes=5)
+"""How much earlier, by its replica's clock, something may have been said of a response than it was made."""
 
 _open: dict[tuple[str, Path], OpenLake] = {}
 """The lakes that this process keeps open, by address and journal: the one of its settings."""
@@ -43,16 +49,16 @@ SELECT response_id, request_id, session_id, "user", endpoint, replica, variant, 
     response_token_ids, logprobs, policy_spans, sampling, finish_reason, status, timings, metadata, experiment,
     len(prompt_token_ids) AS prompt_tokens
 FROM interactions
-WHERE tenant = $tenant AND response_id IN (SELECT unnest($ids::VARCHAR[])) AND date BETWEEN $first AND $last
+WHERE tenant = $tenant AND response_id IN ({ids}) AND date BETWEEN $first AND $last
 ORDER BY created_at DESC, response_id DESC
 """
 _FEEDBACK: Final = """
 SELECT feedback_id, response_id, kind, value, text, name, rejected_response_id, source, created_at FROM feedback
-WHERE tenant = $tenant AND response_id IN (SELECT unnest($ids::VARCHAR[])) AND date >= $first ORDER BY created_at
+WHERE tenant = $tenant AND response_id IN ({ids}) AND date >= $first ORDER BY created_at
 """
 _REWARDS: Final = """
 SELECT response_id, reward, components, missing, scorer, scored_at FROM rewards
-WHERE response_id IN (SELECT unnest($ids::VARCHAR[])) AND date >= $first
+WHERE response_id IN ({ids}) AND date >= $first
 QUALIFY row_number() OVER (PARTITION BY response_id ORDER BY scored_at DESC) = 1
 """
 
@@ -71,10 +77,11 @@ class Search:
     period: str | None = None
     before: tuple[datetime, str] | None = None
 
-    def where(self, tenant: str, first: date) -> tuple[str, dict[str, Any]]:
-        """The condition in SQL, and its parameters, of responses from the day ``first`` on."""
-        terms = ["tenant = $tenant", "status <> 'imported'", "date >= $first"]
-        values: dict[str, Any] = {"tenant": tenant, "first": first}
+    def where(self, tenant: str, since: datetime) -> tuple[str, dict[str, Any]]:
+        """The condition in SQL, and its parameters, of responses made at ``since`` or later."""
+        terms = ["tenant = $tenant", "status <> 'imported'", "created_at >= $since", "date >= $first"]
+        values: dict[str, Any] = {"tenant": tenant, "since": since, "first": since.date()}
+        heard = max(since, _LONG_AGO + _CLOCKS_APART) - _CLOCKS_APART
 
         def add(term: str, **parameters: Any) -> None:
             terms.append(term)
@@ -90,22 +97,25 @@ class Search:
         if self.policy is not None:
             add("list_contains(list_transform(policy_spans, lambda s: s.policy_version), $policy)", policy=self.policy)
         if self.period in PERIODS:
-            since = datetime.now(UTC) - PERIODS[self.period]
-            add("created_at >= $since AND date >= $since_day", since=since, since_day=since.date())
+            newest = datetime.now(UTC) - PERIODS[self.period]
+            add("created_at >= $in_period AND date >= $day_of_period", in_period=newest, day_of_period=newest.date())
         if self.before is not None:
             at, response_id = self.before
             add("(created_at, response_id) < ($at, $id)", at=at, id=response_id)
         for sign, bound in (("<=", self.reward_below), (">=", self.reward_above)):
             if bound is not None:
                 name = "below" if sign == "<=" else "above"
-                current = "SELECT response_id FROM rewards WHERE date >= $first GROUP BY response_id"
+                current = "SELECT response_id FROM rewards WHERE date >= $heard_day GROUP BY response_id"
                 add(
-                    f"response_id IN ({current} HAVING arg_max_null(reward, scored_at) {sign} ${name})", **{name: bound}
+                    f"response_id IN ({current} HAVING arg_max_null(reward, scored_at) {sign} ${name})",
+                    heard_day=heard.date(),
+                    **{name: bound},
                 )
         if self.feedback in ("with", "without"):
             sense = "" if self.feedback == "with" else "NOT "
-            of_it = "f.tenant = $tenant AND f.date >= $first AND f.response_id = interactions.response_id"
-            add(f"{sense}EXISTS (FROM feedback f WHERE {of_it})")
+            of_it = "f.tenant = $tenant AND f.date >= $heard_day AND f.response_id = interactions.response_id"
+            of_it += " AND f.created_at >= $heard"
+            add(f"{sense}EXISTS (FROM feedback f WHERE {of_it})", heard=heard, heard_day=heard.date())
         return " AND ".join(terms), values
 
 
@@ -131,35 +141,51 @@ def newest(
     connection: duckdb.DuckDBPyConnection, tenant: str, search: Search, count: int, more: str = "true", **values: Any
 ) -> list[tuple[str, Any]]:
     """The ids and dates of the newest ``count`` interactions that a search finds and for which ``more``, SQL, holds."""
-    last = datetime.now(UTC).date() if search.before is None else search.before[0].date()
-    since = datetime.now(UTC) - PERIODS[search.period] if search.period in PERIODS else None
-    found, until = list[tuple[str, Any]](), date.max
-    for days in _WINDOWS:
-        first = date.min if days is None else date.fromordinal(max(1, last.toordinal() - days))
-        where, parameters = search.where(tenant, first)
+    last = search.before[0] if search.before is not None else newest_sealed(connection)
+    found, until = list[tuple[str, Any]](), _LAST
+    for since in windows(last):
+        where, parameters = search.where(tenant, since)
         query = (
-            f"SELECT response_id, date FROM interactions WHERE {where} AND date < $until AND ({more}) "
-            "ORDER BY created_at DESC, response_id DESC LIMIT $count"
+            f"SELECT response_id, date FROM interactions WHERE {where} AND created_at < $until AND date <= $last_day "
+            f"AND ({more}) ORDER BY created_at DESC, response_id DESC LIMIT $count"
         )
-        bounds = {"until": until, "count": count - len(found)}
+        bounds = {"until": until, "last_day": until.date(), "count": count - len(found)}
         found += connection.execute(query, parameters | values | bounds).fetchall()
-        if len(found) == count or (since is not None and first < since.date()):
+        if len(found) == count or (search.period in PERIODS and since < datetime.now(UTC) - PERIODS[search.period]):
             break
-        until = first
+        until = since
     return found
+
+
+def windows(last: datetime) -> Iterator[datetime]:
+    """Where windows begin that together reach back from ``last`` to the first response there is, each a longer one."""
+    last = max(_LONG_AGO, last)
+    for number in range(_WINDOWS):
+        yield max(_LONG_AGO, last - _FIRST_WINDOW * _WIDER**number)
+    yield _LONG_AGO
+
+
+def newest_sealed(connection: duckdb.DuckDBPyConnection) -> datetime:
+    """When the newest response in the lake was made, whosesoever; if that is not known, now."""
+    [(at,)] = connection.execute("SELECT epoch_us(getvariable('newest_sealed')::TIMESTAMPTZ)").fetchall()
+    return datetime.now(UTC) if at is None else datetime.fromtimestamp(0, UTC) + timedelta(microseconds=at)
 
 
 def whole(connection: duckdb.DuckDBPyConnection, tenant: str, ids: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     """Interactions by (id, date), newest first, each with its ``feedback`` and its ``reward``, a row or None."""
     if not ids:
         return []
-    names, days = [name for name, _ in ids], [day for _, day in ids]
-    of = {"tenant": tenant, "ids": names, "first": min(days)}  # what is said of a response comes after it
-    rows = _dicts(connection.sql(_SHOWN, params=of | {"last": max(days)}))
-    feedback = _dicts(connection.sql(_FEEDBACK, params=of))
-    rewards = {
-        row["response_id"]: row for row in _dicts(connection.sql(_REWARDS, params={"ids": names, "first": min(days)}))
-    }
+    days = [day for _, day in ids]
+    named = {f"id{number}": name for number, (name, _) in enumerate(ids)}
+    said: dict[str, Any] = named | {"first": min(days)}  # what is said of a response comes after it
+
+    def told(query: str, values: dict[str, Any]) -> list[dict[str, Any]]:
+        listed = ", ".join(f"${name}" for name in named)  # a filter of the scan, which an unnested list is not
+        return _dicts(connection.sql(query.format(ids=listed), params=values))
+
+    rows = told(_SHOWN, said | {"tenant": tenant, "last": max(days)})
+    feedback = told(_FEEDBACK, said | {"tenant": tenant})
+    rewards = {row["response_id"]: row for row in told(_REWARDS, said)}
     for row in rows:
         row["feedback"] = [
             one | {"of_session": TURN in one["feedback_id"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlencode
 
@@ -118,8 +118,10 @@ def _search(query: Mapping[str, str]) -> Search:
 
     at, _, response_id = query.get("before", "").partition("~")
     try:
-        before = (datetime.fromisoformat(at), response_id) if at else None
-    except ValueError:
+        found = datetime.fromisoformat(at) if at else None
+        # In UTC, as the days are by which rows lie in the lake.
+        before = None if found is None else (found.replace(tzinfo=found.tzinfo or UTC).astimezone(UTC), response_id)
+    except (ValueError, OverflowError):
         raise ValueError(f"before: {at[:50]!r} is no time") from None
     text = {name: query.get(name, "").strip() or None for name in ("text", "user", "session", "feedback", "period")}
     return Search(

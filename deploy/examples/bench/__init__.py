@@ -4,7 +4,8 @@ Of the data plane and the server, by ``command`` (the command bench) on ``rows``
 journal in turns with its peers), ``peers`` (SQLite and the bare disk), ``storage`` (the lake, in turns with deltalake's
 own writer), ``scoring`` (its rate as history grows), ``front_end`` (the cost of everything but the engine). Of
 training: ``reshard`` (weight sync by plan against gathering), ``reshard_table`` (what it moves for well-known models),
-``overlap`` (what sampling ahead saves), ``vocabulary`` (log-probabilities by tiles against whole logits), ``resident``
-(memory and seconds of workers that stay between cycles), ``plan`` (what `millrace plan` predicts against what training
-takes), ``traffic`` (what a run's driver reads of a large lake).
+``asynchronous`` (a run whose responses go on while it learns), ``vocabulary`` (log-probabilities by tiles against whole
+logits), ``resident`` (memory and seconds of workers that stay between cycles), ``plan`` (what `millrace plan` predicts
+against what training takes), ``tensor_parallel`` (training that shares layers against FSDP alone), ``traffic`` (what a
+run's driver reads of a large lake).
 """

@@ -31,6 +31,7 @@ from deploy.examples.bench.reshard import exact_resident_memory, most, peak_memo
 from train import algorithms
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
+from train.model.mesh import batch_parts, mesh_sizes
 from train.planner.cpu_rates import measure_cpu
 from train.planner.model_shape import models_of, read_config
 from train.planner.plan import Workload, plan
@@ -61,6 +62,10 @@ _PARTS: Final[dict[str, Any]] = {"micro_batch_tokens": 420}  # a prompt and its 
 _RECOMPUTED: Final[dict[str, Any]] = {"activation_checkpointing": True}
 _REDUCED: Final[dict[str, Any]] = {**_PARTS, "fsdp": {"reduce_every_micro_batch": True}}
 _LORA: Final[dict[str, Any]] = {"lora": {"rank": 8}}
+_SLICED: Final[dict[str, Any]] = {"fsdp": {"tensor_parallel": 2}}
+_MUON: Final[dict[str, Any]] = {"optimizer": {"name": "muon"}}
+_SGD: Final[dict[str, Any]] = {"optimizer": {"name": "sgd", "momentum": 0.9}}
+_KEPT: Final[dict[str, Any]] = {"fsdp": {"reshard_after_forward": False}}
 _PPO: Final[dict[str, Any]] = {"algorithm": {"name": "ppo"}}
 CASES: Final[list[tuple[str, int, dict[str, Any]]]] = [
     ("qwen3-2M", 1, _ONE),
@@ -83,6 +88,11 @@ CASES: Final[list[tuple[str, int, dict[str, Any]]]] = [
     ("qwen3-42M", 2, _ONE),
     ("qwen3-42M", 2, _REDUCED | _RECOMPUTED),
     ("qwen3-42M", 2, _ONE | _LORA | _RECOMPUTED),
+    ("llama-9M", 2, _PARTS | _SLICED),
+    ("qwen3-42M", 2, _ONE | _SLICED | _RECOMPUTED),
+    ("qwen3-42M", 2, _ONE | _MUON),
+    ("llama-9M", 2, _PARTS | _SGD),
+    ("qwen3-42M", 2, _ONE | _KEPT | _RECOMPUTED),
 ]
 """(model, ranks, settings of train)"""
 
@@ -119,7 +129,7 @@ def run_cases(cases: list[tuple[str, int, dict[str, Any]]]) -> Iterator[dict[str
             spec = {"title": title(model, ranks, settings), "ranks": ranks, "policy": str(Path(folder) / model)}
             file = Path(folder) / "case.json"
             file.write_text(json.dumps({**spec, "train": {"ranks": ranks, **_UNSAMPLED, **settings}}))
-            case = measured_in_ranks(file, ranks)
+            case = measured_in_ranks("deploy.examples.bench.plan", ranks, ["--in-rank", str(file)], file.read_text())
             print(line(case), flush=True)
             yield case
 
@@ -145,11 +155,14 @@ def make_model(name: str, folder: Path) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
-def measured_in_ranks(file: Path, ranks: int) -> dict[str, Any]:
-    """Raises RuntimeError with the processes' last words if they give no result."""
+def measured_in_ranks(module: str, ranks: int, options: list[str], what: str) -> dict[str, Any]:
+    """The result that a bench's module prints in its ranks. ``what``: for the error.
+
+    Raises RuntimeError with the processes' last words if they give no result.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [*torchrun, "-m", "deploy.examples.bench.plan", "--in-rank", str(file)],
+        [*torchrun, "-m", module, *options],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         capture_output=True,
         text=True,
@@ -158,9 +171,9 @@ def measured_in_ranks(file: Path, ranks: int) -> dict[str, Any]:
     )
     results = [text for text in done.stdout.splitlines() if text.startswith("{")]
     if not results:
-        raise RuntimeError(f"{file.read_text()} ended with {done.returncode}:\n{done.stderr[-4000:]}")
-    case: dict[str, Any] = json.loads(results[-1])
-    return case
+        raise RuntimeError(f"{what} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(results[-1])
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------- in a rank
@@ -174,13 +187,15 @@ def in_rank(file: Path) -> None:
     spec = json.loads(file.read_text())
     config, policy = TrainConfig.model_validate(spec["train"]), Path(spec["policy"])
     prompts = 4
-    workload = Workload(prompts=prompts * spec["ranks"], **LENGTHS)
+    workload = Workload(prompts=prompts * config.data_parallel_ranks, **LENGTHS)
     models = models_of(read_config(policy), config, "cpu")
     predicted = plan(config, models, measure_cpu(spec["ranks"], dtype=config.dtype), workload)
     vocabulary = 4096
-    run(policy, config, a_batch(config, 1, vocabulary), warm_up=True)  # libraries and threads take memory once
+    part = batch_parts(spec["ranks"], **mesh_sizes(config, spec["ranks"]))[torch.distributed.get_rank()]
+    warm_up = a_batch(config, 1, vocabulary, seed=part)
+    run(policy, config, warm_up, warm_up=True)  # libraries and threads take memory once
     gc.collect()
-    rose, seconds = run(policy, config, a_batch(config, prompts, vocabulary))
+    rose, seconds = run(policy, config, a_batch(config, prompts, vocabulary, seed=part))
     rose, seconds = int(most(rose)), most(seconds)
     result = {
         "title": spec["title"],
@@ -235,9 +250,9 @@ def keep_freed_memory() -> None:
             raise RuntimeError(f"mallopt refused to set {setting} to {value}")
 
 
-def a_batch(config: TrainConfig, prompts: int, vocabulary: int) -> PackedBatch:
-    """Responses to so many prompts of this rank, with all that the losses read."""
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+def a_batch(config: TrainConfig, prompts: int, vocabulary: int, *, seed: int) -> PackedBatch:
+    """Responses to so many prompts, with all that the losses read."""
+    generator = torch.Generator().manual_seed(seed)
 
     def tokens(count: int) -> list[int]:
         drawn: list[int] = torch.randint(1, vocabulary, (count,), generator=generator).tolist()

@@ -32,9 +32,10 @@ from train.workers.rollout import RolloutWorker
 @click.command()
 @click.option("--policy", type=click.Path(path_type=Path, exists=True), required=True, help="The model's folder.")
 @click.option("--tp", default=1, show_default=True, help="Tensor-parallel ranks of an engine.")
+@click.option("--training-tp", default=1, show_default=True, help="Tensor-parallel ranks in training.")
 @click.option("--rounds", default=5, show_default=True, help="Times that each way is run, in turn.")
 @click.option("--bucket-bytes", default=8 * 2**20, show_default=True, help="train.rollout.reshard_bucket_bytes.")
-def main(policy: Path, tp: int, rounds: int, bucket_bytes: int) -> None:
+def main(policy: Path, tp: int, training_tp: int, rounds: int, bucket_bytes: int) -> None:
     """Run the case and print its measurements."""
     exact_resident_memory()
     torch.distributed.init_process_group("gloo")
@@ -43,6 +44,7 @@ def main(policy: Path, tp: int, rounds: int, bucket_bytes: int) -> None:
     config = TrainConfig.model_validate(
         {
             "ranks": ranks,
+            "fsdp": {"tensor_parallel": training_tp},
             "rollout": {
                 "tensor_parallel_size": tp,
                 "max_model_len": 64,
@@ -80,6 +82,7 @@ def main(policy: Path, tp: int, rounds: int, bucket_bytes: int) -> None:
     result = {
         "n": ranks,
         "tp": tp,
+        "training_tp": training_tp,
         "weight_bytes": weights,
         "received": received["plan"],
         "planned": planned,
@@ -101,9 +104,9 @@ def main(policy: Path, tp: int, rounds: int, bucket_bytes: int) -> None:
 
 
 def build_model(policy: Path, config: TrainConfig) -> torch.nn.Module:
-    from train.model.mesh import make_meshes
+    from train.model.mesh import make_meshes, mesh_sizes
 
-    meshes = make_meshes("cpu", tensor_parallel_size=config.rollout.tensor_parallel_size)
+    meshes = make_meshes("cpu", **mesh_sizes(config, config.ranks))
     return build(policy, dtype=getattr(torch, config.dtype), meshes=meshes)
 
 
@@ -135,14 +138,14 @@ class ReceivedBytes(TorchDispatchMode):
         return result
 
     def _of(self, name: str, args: Any, result: Any) -> int:
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rank = torch.distributed.get_rank()
         if name == "alltoall_base_":
             output, splits = args[0], args[3]
             others = sum(n for source, n in enumerate(splits) if source != rank)
             return int(others * output.itemsize)
         if name in ("all_gather_into_tensor", "_allgather_base_"):
-            output = result if name == "all_gather_into_tensor" else args[0]
-            return int(output.nbytes * (ranks - 1) // ranks)
+            output, own = (result, args[0]) if name == "all_gather_into_tensor" else (args[0], args[1])
+            return int(output.nbytes - own.nbytes)
         if name in ("wait_tensor", "_wrap_tensor_autograd", "allreduce_", "barrier"):  # checksums: a few bytes
             return 0
         raise ValueError(f"the collective {name} is not counted")

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from train.model.mesh import shard_order
 from train.weight_sync.plan import Needed, elements_received
 from train.weight_sync.slices import Box, Held, shards_of
@@ -112,15 +114,20 @@ def elements(model: Decoder) -> int:
     return sum(math.prod(shape) for _, shape, _ in shapes(model))
 
 
-def placed(model: Decoder, ranks: int, t: int) -> dict[str, Held]:
-    """Where FSDP2 puts the tensors, as ``train.model.shard_dimensions`` and ``train.model.mesh`` have it."""
-    order = shard_order(ranks, tensor_parallel_size=t)[0]
-    known: dict[tuple[tuple[int, ...], int], Held] = {}
+def placed(model: Decoder, ranks: int, t: int, training: int = 1) -> dict[str, Held]:
+    """Where FSDP2 puts the tensors, as ``train.model.shard_dimensions`` and ``train.model.mesh`` have it.
+
+    ``training``: ranks that share each layer in training; they must divide the heads of keys and values.
+    """
+    order = shard_order(ranks, tensor_parallel_size=t, tensor_parallel=training)[0]
+    grid = np.reshape(order, (training, -1))  # [slices, chunks of a slice]
+    known: dict[tuple[tuple[int, ...], int | None, int], Held] = {}
     held = {}
     for name, shape, cut in shapes(model):
-        key = (shape, 1 if cut == "columns" and shape[1] % ranks == 0 else 0)
+        chunks = 1 if cut == "columns" and shape[1] % ranks == 0 else 0
+        key = (shape, {"whole": None, "columns": 1}.get(cut, 0), chunks)
         if key not in known:
-            known[key] = shards_of(shape, order, (key[1],))
+            known[key] = shards_of(shape, grid, key[1:])
         held[name] = known[key]
     return held
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from deploy.examples.demo import SEED
-from deploy.supervise.children import no_leftovers, stop_on_signals
+from deploy.supervise.children import no_leftovers
+from feedback.process_signals import stop_on_signals
 
 
 @click.command()

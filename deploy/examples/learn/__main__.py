@@ -24,11 +24,11 @@ from deploy.examples.learn import experiment, home, people, plans, trial
 from deploy.examples.learn.judge import reward_by
 from deploy.examples.learn.trial import Outcome
 from deploy.examples.stages import Stages
-from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
+from deploy.supervise.children import no_leftovers
 from feedback.config import ScoringConfig
-from train.config.algorithms import OFFLINE, ONLINE, ONLINE_DPO
+from feedback.process_signals import Stopped, stop_on_signals
 
-ALL = (*ONLINE, ONLINE_DPO, *OFFLINE, *plans.RECIPES, *plans.PEOPLE)
+ALL = (*plans.PLANS, *plans.RECIPES, *plans.PEOPLE)
 
 
 def chosen(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:

@@ -38,6 +38,8 @@ PLANS: Final = {
     "remax": Plan(steps=16, items=256, learning_rate=5e-4),
     "ppo": Plan(steps=20, items=256, learning_rate=5e-4, algorithm={"critic": {"learning_rate": 1e-3}}),
     "online_dpo": Plan(steps=16, items=48, learning_rate=5e-4),
+    "best_of_n": Plan(steps=16, items=48, learning_rate=5e-4),
+    "rejection_sampling": Plan(steps=16, items=48, learning_rate=5e-4),
     "dpo": Plan(steps=20, items=64, learning_rate=3e-4),
     "kto": Plan(steps=20, items=128, learning_rate=5e-4, algorithm={"beta": 1.0}),
     "sft": Plan(steps=20, items=64, learning_rate=5e-4),

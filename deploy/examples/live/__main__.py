@@ -22,7 +22,8 @@ from deploy.examples.live import counts, home, trial
 from deploy.examples.live.home import LiveFailed
 from deploy.examples.live.trial import Trial
 from deploy.examples.stages import Stages
-from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
+from deploy.supervise.children import no_leftovers
+from feedback.process_signals import Stopped, stop_on_signals
 
 ONE_SERVER: Final = ((0.2, False), (0.2, True), (0.3, False), (0.3, True))
 FLEET: Final = ((0.2, False), (0.3, True))

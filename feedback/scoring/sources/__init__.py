@@ -2,5 +2,6 @@
 
 ``human`` (feedback), ``rules`` (functions and SQL) with ``builtin`` (ready-made ones), ``reward_model`` (a
 sequence-classification model), ``judge`` (a model behind an OpenAI-compatible API) with ``judge_cache`` (its scores so
-far). ``comparison`` (a judge of two answers to a prompt) is no source: evaluation uses it.
+far) and ``openai_api`` (how such an API is asked). ``comparison`` (a judge of two answers to a prompt) is no source:
+evaluation uses it.
 """

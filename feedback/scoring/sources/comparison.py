@@ -14,7 +14,8 @@ from typing import Any, Final
 import pyarrow as pa
 
 from feedback.config import COMPARED, JudgeConfig
-from feedback.scoring.sources.judge import Judge, NoScoreError, prompt_text
+from feedback.scoring.sources.judge import Judge, prompt_text
+from feedback.scoring.sources.openai_api import NoAnswer
 from feedback.scoring.sources.rules import Reasons, Values
 
 QUESTION: Final = """\
@@ -91,7 +92,7 @@ class Comparison(Judge):
     def _verdict(self, content: str) -> float:
         verdict = parse_verdict(content)
         if verdict is None:
-            raise NoScoreError(f"no verdict in the judge's answer {self._quoted(content)!r}")
+            raise NoAnswer(f"no verdict in the judge's answer {self._api.quoted(content)!r}")
         return verdict
 
 

@@ -118,6 +118,10 @@ def test_replicas_on_the_command_line_are_the_settings() -> None:
     assert settings.serve.fleet.is_one
     fleet = _with_replicas(settings, 2).serve.fleet
     assert (fleet.replicas, fleet.canary_seconds, fleet.is_one) == (2, 7, False)
+    several = root.load(None, [("serve.api_processes", "2")], {})
+    assert _with_replicas(several, 1).serve.api_processes == 2
+    with pytest.raises(ConfigError, match=r"--replicas 2: api_processes=2 are for one server"):
+        _with_replicas(several, 2)
     assert _with_replicas(settings, None) is settings
 
 

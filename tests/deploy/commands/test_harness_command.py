@@ -109,7 +109,7 @@ def test_the_server_of_one_policy_answers_its_key_alone_and_nothing_of_it_is_rec
     with own_server(settings, store.get(2)) as server:
         at = server.endpoint
         assert (at.model, at.context, at.folder) == ("millrace", 128, store.get(2).path)
-        assert httpx.get(f"{at.url}/ready").json() == {"status": "ready", "policy_version": 2}
+        assert httpx.get(f"{at.url}/ready", timeout=60).json() == {"status": "ready", "policy_version": 2}
 
         def post(path: str, body: dict[str, Any], key: str | None = at.key) -> httpx.Response:
             headers = {"X-API-Key": key} if key else {}

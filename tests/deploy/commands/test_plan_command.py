@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_one_line_with_what_would_do(tmp_path: Path, capsys
     code, out, err = run(capsys, tmp_path, *refused)
     assert (code, out) == (1, "")
     assert "error: nothing fits on 1 x 24GB: with the least memory, actor update needs" in err
-    assert "it would fit on 16 x 24GB or on 1 x 192GB" in err
+    assert "it would fit on 8 x 24GB or on 1 x 192GB" in err
 
 
 def test_an_algorithm_that_samples_nothing_is_planned_without_an_engine(

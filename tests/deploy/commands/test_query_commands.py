@@ -308,7 +308,7 @@ def test_a_signal_ends_a_query_at_once(used, number, tmp_path):
         assert process.stdout is not None
         assert process.stdout.readline() == "range\n"
         process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 128 + number
     assert "stopped by" in err
     assert list(tmp_path.glob("millrace-*")) == [], "what it spilled is gone"

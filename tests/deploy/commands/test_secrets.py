@@ -17,11 +17,12 @@ from deploy.config.root import ConfigError
 from feedback.config import FeedbackConfig, LakeConfig
 from feedback.lake.tables import Lake, LakeError
 from train.config.training import TrainConfig
-from train.context import JUDGE_KEY, JobContext, with_judge_key
+from train.context import JUDGE_KEY, TEACHER_KEY, JobContext, api_keys, with_judge_key, with_teacher_key, write_job
 from train.launch import read, run_job
 
 KEY = "wJalrXUtnFEMI-K7MDENG"
 JUDGES = "sk-judge-5b2f9c1d"
+TEACHERS = "sk-of-the-teacher"
 OPTIONS = {"aws_access_key_id": f"AKIA{KEY}", "aws_secret_access_key": KEY, "aws_region": f"region-{KEY}"}
 LINE = ["--feedback.lake.storage_options", json.dumps(OPTIONS)]
 
@@ -122,6 +123,15 @@ def test_the_file_of_a_job_has_them_for_its_user_alone_and_nothing_else_of_the_r
     assert holders(tmp_path, JUDGES) == set(), "the judge's key goes by the environment alone"
     assert mode(spec) == 0o600
     assert holders(tmp_path) == {spec}
+
+    teacher = {"url": "http://x/v1", "model": "m", "api_key": TEACHERS}
+    config = TrainConfig.model_validate({"algorithm": {"name": "distill", "teacher": teacher}})
+    assert api_keys(config, context) == {JUDGE_KEY: JUDGES, TEACHER_KEY: TEACHERS}
+    assert write_job(config, context) == spec
+    assert holders(tmp_path, TEACHERS) == set(), "so does the teacher's"
+    assert read(spec)[0] == with_teacher_key(config, None)
+    monkeypatch.setenv(TEACHER_KEY, TEACHERS)
+    assert read(spec)[0] == config
 
 
 @pytest.mark.parametrize(

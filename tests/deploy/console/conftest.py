@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,8 +21,12 @@ from loadtests.server import free_port
 from serve.middleware.api_keys import Scope, create_key
 from tests.otlp import Collector, collecting
 from tests.paths import ROOT
+from tests.processes import start_forked
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
+
+
+SSO_HEADER, SSO_PROXY = "X-Forwarded-User", "127.0.0.2"
 
 
 @dataclass
@@ -55,7 +58,7 @@ class Site:
             yield client
 
     def log_in(self, client: httpx.Client, name: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while (answer := login(client, self.secrets[name])).status_code == 401 and time.monotonic() < deadline:
             time.sleep(0.1)  # the server reads new keys twice a second
         assert answer.status_code == 303, answer.text
@@ -99,6 +102,8 @@ def site(model: Path, collector: Collector, tmp_path_factory: pytest.TempPathFac
         "serve.engine.dtype": "float32",
         "serve.swap.poll_seconds": 0.1,
         "serve.traces.endpoint": collector.url,
+        "serve.sso.header": SSO_HEADER,
+        "serve.sso.proxies": f"[{SSO_PROXY}]",
         "serve.limits.refused_per_minute": 1e6,  # tests send many keys that are not good, or not yet
         "feedback.journal.segment_seconds": 0.5,
         "feedback.lake.seal_seconds": 0.5,
@@ -111,13 +116,8 @@ def site(model: Path, collector: Collector, tmp_path_factory: pytest.TempPathFac
     site.make_key("ops", "read", "generate", "feedback", "admin")
     site.make_key("app", "generate", "feedback")
     site.make_key("eve", "read", "generate", "feedback", tenant="other")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            millrace("--config", settings.snapshot(), "serve"),
-            stdout=output,
-            stderr=output,
-            env=child_environment({"PYTHONPATH": str(ROOT)}),
-        )
+    _, *arguments = millrace("--config", settings.snapshot(), "serve")
+    process = start_forked(arguments, log, child_environment({"PYTHONPATH": str(ROOT)}))
     try:
         deadline = time.monotonic() + 600
         while not _is_ready(site.url):
@@ -130,7 +130,7 @@ def site(model: Path, collector: Collector, tmp_path_factory: pytest.TempPathFac
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(60)
+            process.wait(180)
         finally:
             process.kill()
 

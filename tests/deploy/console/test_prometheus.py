@@ -60,7 +60,7 @@ class Prometheus:
     processes: list[subprocess.Popen[bytes]]
 
     def get(self, path: str, **parameters: str) -> Any:
-        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30)
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=60)
         if answer.status_code == 503:
             raise httpx.HTTPError("it still starts")
         assert answer.status_code == 200, answer.text
@@ -115,7 +115,7 @@ def prometheus(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             process.send_signal(signal.SIGTERM)
         for process in processes:
             try:
-                process.wait(60)
+                process.wait(180)
             finally:
                 process.kill()
 

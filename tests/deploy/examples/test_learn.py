@@ -24,7 +24,7 @@ from deploy.examples.learn.traffic import RESPONSES
 from feedback.config import JudgeConfig, LakeConfig
 from feedback.lake.tables import Lake
 from feedback.scoring.sources.judge import Judge, question
-from train.config.algorithms import OFFLINE, ONLINE, ONLINE_DPO
+from train.config.algorithms import DISTILL, NAMES
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def test_settings_that_cannot_work_are_an_outcome_with_its_reason(tmp_path: Path
     assert "steps" in (outcome.reason or "")
 
 
-def test_there_is_a_plan_for_every_algorithm() -> None:
-    assert list(plans.PLANS) == [*ONLINE, ONLINE_DPO, *OFFLINE]
+def test_there_is_a_plan_for_every_algorithm_that_needs_no_teacher() -> None:
+    assert list(plans.PLANS) == [name for name in NAMES if name != DISTILL]
 
 
 def test_the_judge_is_asked_what_it_was_trained_on_and_knows_right_answers_and_wrong_ones() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import shutil
 import signal
@@ -27,13 +26,15 @@ from deploy.loop.cycle import CycleBusy, _Cycle, run_cycle
 from deploy.loop.killed_runs import passed_before, unfinished_training
 from deploy.loop.preflight import check, reward_of
 from deploy.loop.records import CycleRecord
-from deploy.supervise.children import Stopped, millrace
+from deploy.supervise.children import millrace
 from evaluation.decisions.history import History
 from evaluation.decisions.ledger import MOVES
 from evaluation.suites.held_out import position
 from evaluation.suites.suite import Suite
 from feedback.config import ScoringConfig
+from feedback.process_signals import Stopped
 from serve.policies.store import PolicyStore
+from tests.deploy.conftest import scoring_waits
 from tests.evaluation.decisions.worlds import items, judged
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
@@ -615,9 +616,10 @@ def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:
 def test_a_cycle_that_is_stopped_says_so_in_its_record_and_leaves_nothing(
     number: signal.Signals, home_with_policy: Settings, nothing_left: Callable[[], list[str]], tmp_path: Path
 ) -> None:
-    process = _start_cycle(home_with_policy, tmp_path)
-    process.send_signal(number)
-    assert process.wait(30) == 128 + number
+    with scoring_waits(home_with_policy):
+        process = _start_cycle(home_with_policy, tmp_path)
+        process.send_signal(number)
+        assert process.wait(120) == 128 + number
     (record,) = records.load_all(home_with_policy)
     assert (record.status, record.reason) == ("stopped", f"by {number.name}")
     assert record.finished_at is not None
@@ -627,10 +629,11 @@ def test_a_cycle_that_is_stopped_says_so_in_its_record_and_leaves_nothing(
 def test_a_cycle_that_is_killed_leaves_no_process_and_the_next_one_runs(
     home_with_policy: Settings, nothing_left: Callable[[], list[str]], tmp_path: Path
 ) -> None:
-    process = _start_cycle(home_with_policy, tmp_path)
-    process.kill()
-    process.wait(10)
-    deadline = time.monotonic() + 10
+    with scoring_waits(home_with_policy):
+        process = _start_cycle(home_with_policy, tmp_path)
+        process.kill()
+        process.wait(120)
+    deadline = time.monotonic() + 120
     while nothing_left() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert nothing_left() == []
@@ -648,12 +651,11 @@ def _start_cycle(settings: Settings, folder: Path) -> subprocess.Popen[bytes]:
             env=child_environment({"PYTHONPATH": str(ROOT)}),
         )
     record = settings.path("cycles") / "000001.json"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not (record.exists() and json.loads(record.read_bytes())["stages"]):
         assert time.monotonic() < deadline
         assert process.poll() is None, (folder / "cycle.log").read_text()
         time.sleep(0.02)
-    os.sched_yield()
     return process
 
 

@@ -28,6 +28,7 @@ from evaluation.experiments import verification as experiments
 from evaluation.shadow import verification as shadows
 from loadtests.server import free_port
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments
+from tests.processes import start_forked
 
 USERS, PAUSE_S = 6, 0.05
 
@@ -105,9 +106,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     store = settings.policy_store()
     for _ in range(5):
         store.publish(perturbed(store.get(1).path), parent=1, lineage={}, metrics={})
-    command = [sys.executable, "-m", "deploy.cli", "--config", str(settings.snapshot()), "serve"]
-    with (home / "serve.log").open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    process = start_forked(["-m", "deploy.cli", "--config", str(settings.snapshot()), "serve"], home / "serve.log")
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline and process.poll() is None:
         with suppress(httpx.HTTPError):
@@ -119,7 +118,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         pytest.fail((home / "serve.log").read_text()[-3000:])
     yield settings
     process.terminate()
-    assert process.wait(60) == 0, (home / "serve.log").read_text()[-3000:]
+    assert process.wait(180) == 0, (home / "serve.log").read_text()[-3000:]
 
 
 def perturbed(folder: Path) -> Callable[[Path], None]:
@@ -174,9 +173,9 @@ def back_at(settings: Settings, version: int) -> None:
     assert pointer is not None
     if pointer.version != version:
         store.promote(version, expected=pointer, who="tests", why="for the next test", verdict={"override": True})
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
-        policy = httpx.get(f"{settings.server_url}/policy").json()
+        policy = httpx.get(f"{settings.server_url}/policy", timeout=60).json()
         if policy["version"] == version and policy["experiment"] is None:
             return
         time.sleep(0.05)
@@ -272,7 +271,7 @@ def test_looks_that_are_killed_at_any_moment_come_to_one_end(served: Settings) -
                 looking.wait(when.uniform(0.8, 4.0))
             kills += looking.poll() is None
             looking.kill()
-            looking.wait(30)
+            looking.wait(120)
         Controller(served).look()
         back_at(served, 1)
     assert kills > 0
@@ -289,7 +288,7 @@ def test_two_equal_policies_are_held_and_a_person_stops_it_over_http(served: Set
         experiment = start(served, 6)
         found = look_until(served, lambda one: one.latest is not None and one.latest["blocks"]["candidate"] >= 15)
         assert (found.state, found.latest is not None and found.latest["decision"]) == ("running", "hold")
-        with httpx.Client(base_url=served.server_url) as client:
+        with httpx.Client(base_url=served.server_url, timeout=60) as client:
             assert client.get("/experiments/77").status_code == 404
             assert client.post(f"/experiments/{experiment.number}/stop", json={}).status_code == 422
             listed = client.get("/experiments").json()["experiments"]
@@ -320,33 +319,33 @@ def test_a_shadow_of_the_same_weights_answers_what_people_got_once_and_never_wha
     named = [part for name, value in options.items() for part in (f"--evaluation.experiment.shadow.{name}", value)]
     engine = ["--evaluation.engine.kv_cache_bytes", str(64 << 20)]
     rule = ["--feedback.scoring.rules", '{"short": {"sql": "1 / (1 + length(response))"}}']
-    command = [sys.executable, "-m", "deploy.cli", "--config", str(served.snapshot()), "experiment", "shadow"]
-    command += [str(twin), *named, *engine, *rule]
+    arguments = ["-m", "deploy.cli", "--config", str(served.snapshot()), "experiment", "shadow"]
+    arguments += [str(twin), *named, *engine, *rule]
     kept = served.path(served.evaluation.folder) / "shadows"
     log = served.home / "shadow.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + 300
-        asked, unstored = dict[str, str](), list[str]()
-        while not list(kept.glob("*/began.json")) and time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.05)
-        with httpx.Client(base_url=served.server_url, timeout=60) as client:
-            for user in users:
-                for store_it in (True, False):
-                    answer = client.post("/generate", json=body | {"user": user, "store": store_it}).json()
-                    [response] = answer["responses"]
-                    if store_it:
-                        asked[response["response_id"]] = user
-                    else:
-                        unstored.append(response["response_id"])
-        while not list(kept.glob("*/responses.jsonl")) and time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.02)
-        process.kill()
-        process.wait(30)
+    process = start_forked(arguments, log)
+    deadline = time.monotonic() + 300
+    asked, unstored = dict[str, str](), list[str]()
+    while not list(kept.glob("*/began.json")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    with httpx.Client(base_url=served.server_url, timeout=60) as client:
+        for user in users:
+            for store_it in (True, False):
+                answer = client.post("/generate", json=body | {"user": user, "store": store_it}).json()
+                [response] = answer["responses"]
+                if store_it:
+                    asked[response["response_id"]] = user
+                else:
+                    unstored.append(response["response_id"])
+    while not list(kept.glob("*/responses.jsonl")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.02)
+    process.kill()
+    process.wait(120)
     first = [json.loads(line) for line in next(kept.glob("*/responses.jsonl")).read_text().splitlines()]
-    done = subprocess.run([*command, "--json"], capture_output=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr.decode() + log.read_text()
-    found = json.loads(done.stdout)
+    file = served.home / "shadow.json"
+    again = start_forked([*arguments, "--json-out", str(file)], log)
+    assert again.wait(400) == 0, log.read_text()
+    found = json.loads(file.read_text())
     after = [json.loads(line) for line in next(kept.glob("*/responses.jsonl")).read_text().splitlines()]
     assert after[: len(first)] == first
     assert len(after) == len({asked[one["response_id"]] for one in after}) == 20

@@ -112,7 +112,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     deadline = time.monotonic() + 400
     while time.monotonic() < deadline and process.poll() is None:
         with suppress(httpx.HTTPError, KeyError, ValueError):
-            if len(httpx.get(f"{settings.server_url}/ready", timeout=5).json()["replicas"]) == 2:
+            if len(httpx.get(f"{settings.server_url}/ready", timeout=60).json()["replicas"]) == 2:
                 break
         time.sleep(0.2)
     else:
@@ -127,7 +127,7 @@ def serves_alone(settings: Settings, version: int) -> None:
     """Wait until both replicas serve it."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        policy = httpx.get(f"{settings.server_url}/policy", timeout=30).json()
+        policy = httpx.get(f"{settings.server_url}/policy", timeout=60).json()
         if [one["version"] for one in policy["replicas"].values()] == [version] * 2 and policy["experiment"] is None:
             return
         time.sleep(0.1)
@@ -184,7 +184,7 @@ def test_a_fleet_of_which_one_replica_is_left_is_refused(served: Settings) -> No
     processes = psutil.Process(SERVERS[-1].pid).children(recursive=True)
     victim = next(process for process in processes if "ray::ServeReplica" in " ".join(process.cmdline()))
     victim.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while ready_replicas(served) != 1:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -193,7 +193,7 @@ def test_a_fleet_of_which_one_replica_is_left_is_refused(served: Settings) -> No
 
 
 def ready_replicas(settings: Settings) -> int:
-    answer = httpx.get(f"{settings.server_url}/policy", timeout=30)
+    answer = httpx.get(f"{settings.server_url}/policy", timeout=60)
     if answer.status_code != 200:
         return 0
     return [one["state"] for one in answer.json()["replicas"].values()].count("ready")

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.object_store import serving
 from train.checkpoint.folders import begin_aside, make_whole
 from train.context import JobContext, RunStart
 from train.run.resume import keep_start, only_run
+from train.run.run_store import Claim
 from train.run.shared_run import shared_run
 
 
@@ -42,9 +44,16 @@ def settings(home_with_policy: Settings, options: dict[str, str], request: pytes
 
 
 def trained_elsewhere(
-    settings: Settings, home: Path, name: str, at_work: Callable[[], None] = lambda: None, checkpoint: bool = True
+    settings: Settings,
+    home: Path,
+    name: str,
+    at_work: Callable[[], None] = lambda: None,
+    checkpoint: bool = True,
+    publish: bool = False,
 ) -> None:
-    """A run of another machine, which is at work on it while ``at_work`` is called."""
+    """A run of another machine, which is at work on it while ``at_work`` is called, and then renews its claim, as it
+    does before it publishes, if it is to ``publish``.
+    """
     there = JobContext(
         run=name, runs=home / "runs", policies=home, reward_models=home, lake_uri=str(home / "lake"), parent=1
     )
@@ -66,6 +75,8 @@ def trained_elsewhere(
             make_whole(there.folder / "checkpoints", 10)
         run.upload_soon()
         at_work()
+        if publish:
+            run.renew()
 
 
 def test_a_run_that_another_machine_has_left_is_what_the_next_cycle_goes_on_with(
@@ -132,3 +143,48 @@ def test_a_take_over_that_was_killed_or_cut_off_is_done_again(
     assert take_over(settings, print) is None
     found, left = unfinished_training(settings, 8, 1, 1)
     assert found is not None, left
+
+
+def test_the_claim_of_a_machine_that_is_gone_is_broken_by_command_and_of_one_at_work_is_not(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = root.load(settings.snapshot(), [("train.run_store.lease_s", "3")], {})
+    run = "cycle-000007"
+
+    def release(*arguments: str) -> tuple[int, str]:
+        status = cli.run(["--config", str(settings.snapshot()), "runs", "release", *arguments])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    def at_work() -> None:
+        assert release("cycle-000008", "--yes")[0] != 0
+        status, text = release(run)  # nobody says yes
+        assert (status != 0, "Break this claim?" in text) == (True, True)
+        status, text = release(run, "--yes")
+        assert (status != 0, f"is at work on run {run} until" in text) == (True, True), text
+        assert f"is at work on run {run}" in (take_over(settings, print) or "")
+
+    trained_elsewhere(settings, tmp_path / "a", run, at_work, publish=True)
+    store, ahead = settings.run_store(), datetime.now(UTC) + timedelta(days=1)  # by the clock of the one that is gone
+    assert store is not None
+    found = store.read(run)
+    assert found is not None
+    claim = Claim(holder="pid 1 on gone", token="t", copy_id="c", until=ahead + timedelta(seconds=3))
+    left = found.manifest.model_copy(update={"claim": claim, "at": ahead, "write": "w"})
+    store.objects.write_if(f"runs/{run}.json", left.model_dump_json().encode(), found.version)
+    assert f"pid 1 on gone is at work on run {run}" in (take_over(settings, print) or "")
+    status, text = release(run, "--yes")
+    assert (status, re.search(r"the claim of pid 1 on gone, until .* is broken", text) is not None) == (0, True), text
+    assert release(run, "--yes") == (0, f"run {run}: no machine has a claim on it\n")
+    assert take_over(settings, print) is None, "it is gone on with"
+
+
+def test_what_is_pruned_while_the_store_is_away_is_of_this_machine(
+    settings: Settings, options: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = [("train.run_store.storage_options", json.dumps(options | {"aws_endpoint_url": "http://127.0.0.1:9"}))]
+    away = root.load(settings.snapshot(), nowhere, {})
+    assert cli.run(["--config", str(away.snapshot()), "runs", "prune"]) == 0
+    printed = capsys.readouterr()
+    assert "warning: the runs of this machine alone" in printed.err
+    assert "removed the checkpoints of runs: none" in printed.out

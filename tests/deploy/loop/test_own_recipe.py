@@ -42,6 +42,7 @@ def home(home_with_policy: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyP
         "cycle.recipe": RECIPE,
         "train.dtype": "float32",
         "train.hooks": '["dies:Dies"]',
+        "train.restarts.attempts": "0",  # the next cycle is to go on
         "train.data.prompts_per_step": "4",
         "train.data.min_prompts": "4",
         "evaluation.max_tokens": "4",

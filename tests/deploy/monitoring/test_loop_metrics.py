@@ -32,10 +32,11 @@ from feedback.journal.writer import Journal
 from feedback.schema import TABLES
 from loadtests.server import free_port
 from serve.middleware.api_keys import create_key
-from serve.middleware.keyring import NotLoopback
+from serve.middleware.keyring import NeedsKeys
 from serve.policies.experiments import Experiments
 from tests.deploy.display.test_live_report import begin
 from tests.evaluation.decisions.worlds import config, items, judged
+from train.run.restarts import Restart, add_restart
 
 NOW = datetime(2026, 3, 10, 12, tzinfo=UTC)
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -257,31 +258,33 @@ def test_the_scheduler_listens_only_where_a_setting_says_so(home_with_policy: Se
     with listener.serving(home_with_policy, cycles=True):
         pass  # no port, no listener
     with listening(home_with_policy) as (settings, url):
-        answer = httpx.get(f"{url}/metrics")
+        answer = httpx.get(f"{url}/metrics", timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
         assert of(samples(answer.text), "serving_policy") == 1
-        assert httpx.get(f"{url}/policy").status_code == 404
-        assert httpx.post(f"{url}/metrics").status_code == 405
+        assert httpx.get(f"{url}/policy", timeout=60).status_code == 404
+        assert httpx.post(f"{url}/metrics", timeout=60).status_code == 405
         with pytest.raises(OSError, match="can't listen on"), listener.serving(settings, cycles=True):
             pass
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{url}/metrics")
+        httpx.get(f"{url}/metrics", timeout=60)
 
 
 def test_a_page_of_another_host_reads_no_metrics(home_with_policy: Settings) -> None:
     with listening(home_with_policy) as (_, url):
-        refused = httpx.get(f"{url}/metrics", headers={"Host": "rebound.example"})
+        refused = httpx.get(f"{url}/metrics", headers={"Host": "rebound.example"}, timeout=60)
         assert refused.status_code == 421
         assert "millrace_loop" not in refused.text
-        assert httpx.get(f"{url}/metrics", headers={"Origin": "http://elsewhere.example"}).status_code == 403
+        assert (
+            httpx.get(f"{url}/metrics", headers={"Origin": "http://elsewhere.example"}, timeout=60).status_code == 403
+        )
 
 
 def test_metrics_need_an_admins_key_as_soon_as_there_are_keys_and_are_for_this_machine_until_then(
     home_with_policy: Settings,
 ) -> None:
     with (
-        pytest.raises(NotLoopback, match=r"schedule\.metrics\.host is 0\.0\.0\.0"),
+        pytest.raises(NeedsKeys, match=r"schedule\.metrics\.host is 0\.0\.0\.0"),
         listening(home_with_policy, host="0.0.0.0"),
     ):
         pass
@@ -290,12 +293,12 @@ def test_metrics_need_an_admins_key_as_soon_as_there_are_keys_and_are_for_this_m
         _, admin = create_key(keys, name="prometheus", tenant="ops", scopes=("admin",))
         _, user = create_key(keys, name="app", tenant="acme", scopes=("generate", "feedback"))
         codes = [
-            httpx.get(f"{url}/metrics", headers=headers).status_code
+            httpx.get(f"{url}/metrics", headers=headers, timeout=60).status_code
             for headers in ({}, {"Authorization": f"Bearer {user}"}, {"Authorization": f"Bearer {admin}"})
         ]
         assert codes == [401, 403, 200]
     with listening(home_with_policy, host="0.0.0.0") as (_, url):
-        assert httpx.get(f"{url}/metrics").status_code == 401
+        assert httpx.get(f"{url}/metrics", timeout=60).status_code == 401
 
 
 def test_a_client_that_sends_nothing_holds_nobody_up(home_with_policy: Settings) -> None:
@@ -303,7 +306,7 @@ def test_a_client_that_sends_nothing_holds_nobody_up(home_with_policy: Settings)
         port = settings.schedule.metrics.port
         assert port is not None
         with socket.create_connection(("127.0.0.1", port)):
-            assert httpx.get(f"{url}/metrics").status_code == 200
+            assert httpx.get(f"{url}/metrics", timeout=60).status_code == 200
 
 
 def test_events_that_a_webhook_was_not_told_of_are_counted(home_with_policy: Settings) -> None:
@@ -313,3 +316,16 @@ def test_events_that_a_webhook_was_not_told_of_are_counted(home_with_policy: Set
     settings.path(FOLDER).mkdir()
     (settings.path(FOLDER) / f"chat{FAILED}").write_text('{"id": "cycle-1"}\n{"id": "cycle-2"}\n')
     assert of(collected(settings), "webhook_failures_total", webhook="chat") == 2
+
+
+def test_restarts_of_all_runs_are_counted_by_what_had_happened(home_with_policy: Settings) -> None:
+    settings = home_with_policy
+    assert of(collected(settings), "training_restarts_total", kind="lost") == 0
+    for run, kinds in {"a": ("lost", "hung"), "b": ("lost",)}.items():
+        folder = settings.path(settings.train.runs) / run
+        folder.mkdir(parents=True)
+        for kind in kinds:
+            add_restart(folder, Restart(at=NOW, kind=kind, cause="it", failed_after=2, step=1))
+    found = collected(settings)
+    assert of(found, "training_restarts_total", kind="lost") == 2
+    assert of(found, "training_restarts_total", kind="hung") == 1

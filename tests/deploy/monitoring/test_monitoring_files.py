@@ -64,6 +64,11 @@ FIRES: dict[str, tuple[Series, int, Series]] = {
         {f"{LOOP}enabled": "1x40", f"{LOOP}cycle_running": "1x40", DUE: "60x40"},
     ),
     "MillraceCyclesFail": ({f"{LOOP}cycles_failed_in_a_row": "3x20"}, 3, {f"{LOOP}cycles_failed_in_a_row": "2x20"}),
+    "MillraceTrainingRestarts": (
+        {'millrace_loop_training_restarts_total{kind="lost", home="h"}': "0x5 2x300"},
+        10,
+        {'millrace_loop_training_restarts_total{kind="lost", home="h"}': "0x5 1x300"},
+    ),
     "MillraceLearnsNothing": (
         {f"{LOOP}cycles_without_candidate": "4x20"},
         3,

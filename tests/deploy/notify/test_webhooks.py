@@ -54,7 +54,7 @@ def receiver() -> Iterator[Receiver]:
     def take(path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str]]:
         found.came.append((path, headers, body))
         if path == "/slow":
-            found.holds.wait(30)
+            found.holds.wait(120)
         return found.answers.pop(0) if found.answers else 200, {"Location": f"{found.url}/elsewhere"}
 
     with receiving(take) as found.url:
@@ -76,7 +76,7 @@ def told(settings: Settings) -> Iterator[None]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

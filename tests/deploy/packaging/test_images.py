@@ -141,7 +141,7 @@ def test_the_health_check_asks_the_server_whether_it_can_go_on(status: int, code
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         variables = {**os.environ, "MILLRACE__SERVE__PORT": str(server.server_port), "http_proxy": "http://127.0.0.1:9"}
-        said = subprocess.run([sys.executable, *check[1:]], env=variables, capture_output=True, timeout=30)
+        said = subprocess.run([sys.executable, *check[1:]], env=variables, capture_output=True, timeout=60)
         server.shutdown()
     assert (said.returncode, handler.asked) == (code, ["/health"])
     assert set(handler.asked) <= PATHS

@@ -252,7 +252,7 @@ def test_a_row_that_is_not_of_the_format_is_named_and_nothing_is_imported(
 
 
 def test_a_source_is_erased_with_all_that_it_brought_and_nothing_else(tmp_path: Path) -> None:
-    lake = Lake(str(tmp_path / "lake"), LakeConfig(erasure_key=str(tmp_path / "key"), lock_timeout_s=20))
+    lake = Lake(str(tmp_path / "lake"), LakeConfig(erasure_key=str(tmp_path / "key"), lock_timeout_s=60))
     lake.create()
     bring(lake, write(tmp_path / "a.jsonl", preference()), "trl-preference")
     bring(lake, write(tmp_path / "b.jsonl", preference("other")), "trl-preference", source="others")

@@ -29,7 +29,7 @@ def body(value: float = 1.0, feedback_id: str = "f1", source: str = "user"):
 
 @pytest.fixture
 def quick_lake(lake: Lake) -> Lake:
-    return Lake(lake.uri, LakeConfig(seal_seconds=0.02, lock_timeout_s=20))
+    return Lake(lake.uri, LakeConfig(seal_seconds=0.02, lock_timeout_s=60))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def the_index(folder: Path) -> Path:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -178,7 +178,7 @@ async def test_a_caller_that_goes_away_does_not_block_the_id(folder, journal, op
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         assert await ledger.record(body(), journal) == "same"
     assert rows(folder, "feedback").num_rows == 1
 
@@ -309,13 +309,13 @@ async def test_feedback_recorded_while_two_repeats_of_erased_feedback_wait_stays
     def held_up(*given: Any, **named: Any) -> int:
         match next(numbers):
             case 1:
-                assert second.wait(20)  # both find that feedback has left
+                assert second.wait(120)  # both find that feedback has left
             case 2:
                 second.set()
-                assert then.wait(20)
+                assert then.wait(120)
             case 3:  # the first has looked through the journal
                 reached.set()
-                assert last.wait(20)
+                assert last.wait(120)
         return take_in(*given, **named)
 
     monkeypatch.setattr("feedback.ingest.idempotency.take_in", held_up)

@@ -63,7 +63,7 @@ def acknowledged(outputs: list[Path]) -> set[str]:
 
 
 def wait_for_lines(output: Path, lines: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while output.read_bytes().count(b"\n") < lines:
         assert process.poll() is None, "the writer ended by itself"
         assert time.monotonic() < deadline
@@ -88,14 +88,14 @@ def test_killed_writers_and_sealers_lose_and_double_nothing(tmp_path):
                 time.sleep(chance.uniform(0, 0.5))
                 if life == 1:
                     sealer.kill()
-                    sealer.wait(10)
+                    sealer.wait(120)
                     sealer = start(SEALER, str(folder), lake.uri)
             finally:
                 writer.kill()
-                writer.wait(10)
+                writer.wait(120)
     finally:
         sealer.kill()
-        sealer.wait(10)
+        sealer.wait(120)
 
     told = acknowledged(outputs)
     assert len(told) >= 600

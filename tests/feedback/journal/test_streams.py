@@ -56,7 +56,7 @@ def in_lake(lake: Lake) -> dict[str, tuple[str, str, int]]:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -210,7 +210,7 @@ def held(monkeypatch):
 
         def fdatasync(self, fd: int) -> None:
             self.calls += 1
-            assert self.free.wait(20)
+            assert self.free.wait(120)
             REAL_FDATASYNC(fd)
 
     disk = Disk()

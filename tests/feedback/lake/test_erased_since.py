@@ -16,7 +16,7 @@ from feedback.maintenance.maintain import compact, retain
 
 @pytest.fixture
 def lake(tmp_path: Path) -> Lake:
-    made = Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=5))
+    made = Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=60))
     made.create()
     put(made, "interactions", [interaction("a", user="ann"), interaction("b", user="bob")])
     put(made, "feedback", [thumb("a", 1)])
@@ -55,7 +55,7 @@ def test_compaction_and_retention_are_no_erasures_and_what_compaction_mixed_coun
     erase(lake, folder, Target(user="eve"))
     assert ErasedSince(lake, versions).rows() == {"interactions": 1}, "one file held both, so it may have been there"
     later = lake.versions()
-    kept = Lake(lake.uri, LakeConfig(retain_days=1, retain_gap_days=None, lock_timeout_s=5))
+    kept = Lake(lake.uri, LakeConfig(retain_days=1, retain_gap_days=None, lock_timeout_s=60))
     assert retain(kept).rows["interactions"] == 2
     assert ErasedSince(lake, later).rows() == {}
 

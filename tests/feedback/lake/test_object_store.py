@@ -294,7 +294,7 @@ def test_the_sealers_process_is_handed_the_stores_keys(lake, folder):
     sealer = Sealer(Lake(lake.uri, lake.config.model_copy(update={"seal_seconds": 0.1})), folder)
     sealer.start()
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not sealer.sealed_segments and time.monotonic() < deadline:
             time.sleep(0.05)
         assert (sealer.error, sealer.sealed_segments) == (None, 1)

@@ -315,7 +315,7 @@ async def test_every_row_is_in_the_view_once_at_every_moment_of_a_seal(folder, l
                 assert await asyncio.to_thread(count, lake, folder) == (number, number)
     finally:
         stop.set()
-        await asyncio.wait_for(sealing, 30)
+        await asyncio.wait_for(sealing, 120)
         journal.close()
     seal(lake, folder)
     assert count(lake) == (40, 40)
@@ -421,7 +421,7 @@ def test_a_sealer_ends_when_its_parent_is_killed(folder, lake):
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.kill()
-    parent.wait(10)
+    parent.wait(120)
     parent.stdout.close()
     for _ in range(1000):
         # A zombie has ended too: whoever inherited it may not have asked for it yet.

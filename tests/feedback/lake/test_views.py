@@ -179,7 +179,7 @@ def test_a_journal_folder_that_is_not_there_is_an_empty_journal(lake, tmp_path):
 
 
 def test_every_row_is_there_once_for_many_readers_while_several_journals_are_sealed(tmp_path):
-    lake = Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=20))
+    lake = Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=60))
     lake.create()
     journal_folder = tmp_path / "journal"
     config = JournalConfig(segment_bytes=1, segment_seconds=60)

@@ -52,7 +52,7 @@ PROMPT = f"my name is {SECRET} and I live at the end of the universe"
 
 @pytest.fixture
 def lake(tmp_path: Path) -> Lake:
-    made = Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=5))
+    made = Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=60))
     made.create()
     return made
 
@@ -254,7 +254,7 @@ def test_a_segment_that_stays_open_is_named_and_the_next_maintenance_finishes_th
     with pytest.raises(LakeError, match=r"feedback\.replica-0.*still open after 0\.3 s.*segment_seconds"):
         erase(lake, folder, Target(user=SECRET), wait_s=0.3)
     server.kill()
-    server.wait(10)
+    server.wait(120)
     seal(lake, folder)
     assert finish_erasures(lake)["interactions"] == 1
     assert holders(Path(lake.uri), folder) == set()
@@ -368,7 +368,7 @@ def test_an_erasure_and_compactions_at_once_bring_nothing_back(lake, folder):
             erase(lake, folder, Target(user=SECRET))
         finally:
             stop.set()
-            compacting.result(30)
+            compacting.result(120)
     found = ids(lake)
     assert found == sorted(f"r{number}" for number in range(len(found)))
     assert len(found) >= 10
@@ -382,7 +382,7 @@ def test_a_writer_that_is_about_to_commit_is_waited_for(lake, folder):
     def slow() -> Iterator[pa.RecordBatch]:
         yield from table_of("interactions", [interaction("a")]).to_batches()
         written.set()
-        assert go_on.wait(30)
+        assert go_on.wait(120)
 
     def write() -> None:
         schema = table_of("interactions", []).schema
@@ -390,12 +390,12 @@ def test_a_writer_that_is_about_to_commit_is_waited_for(lake, folder):
 
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(write)
-        assert written.wait(30)
+        assert written.wait(120)
         impatient = Lake(lake.uri, LakeConfig(lock_timeout_s=0.2))
         with pytest.raises(LockTimeoutError, match=r"\.interactions\.writing\.lock"):
             erase(impatient, folder, Target(user=SECRET))
         go_on.set()
-        writing.result(30)
+        writing.result(120)
     erase(lake, folder, Target(user=SECRET))
     assert ids(lake) == ["a"]
     assert holders(Path(lake.uri)) == set()

@@ -31,7 +31,7 @@ SMALL = 200_000  # bytes: a target that a test's few rows stay far below
 
 @pytest.fixture
 def lake(tmp_path: Path) -> Lake:
-    made = Lake(str(tmp_path / "lake"), LakeConfig(compact_target_bytes=SMALL, vacuum_hours=1, lock_timeout_s=20))
+    made = Lake(str(tmp_path / "lake"), LakeConfig(compact_target_bytes=SMALL, vacuum_hours=1, lock_timeout_s=60))
     made.create()
     return made
 

@@ -16,7 +16,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pyarrow as pa
 import pytest
 from feedback_rows import interaction, put
@@ -27,9 +26,9 @@ from feedback.config import HumanConfig, JudgeConfig, ScoringConfig
 from feedback.scoring.run import score
 from feedback.scoring.sources.judge import Judge, parse_score, question
 from feedback.scoring.sources.judge_cache import JudgeCacheError
-from loadtests.server import free_port
 from loadtests.tiny_model import make_model_folder
 from tests.paths import ROOT
+from tests.vllm_server import serving
 
 RUBRIC = "How good is this answer?\nQ: {prompt}\nA: {response}"
 
@@ -361,7 +360,7 @@ def test_a_run_that_is_killed_and_repeated_asks_nothing_twice(config):
     with judge_server(script) as server:
         settings = json.dumps(config.model_dump(mode="json") | {"url": server.url, "concurrency": 1})
         process = subprocess.Popen([sys.executable, "-c", KILLED, settings], cwd=ROOT)
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(180) == -signal.SIGKILL
         assert at(config, server.url).by_row(rows(*(f"r{n}" for n in range(6))))[0] == [0.6] * 6
     asked = Counter(request.text.split("A: ")[1][:2] for request in server.asked)
     assert asked == {"r0": 1, "r1": 1, "r2": 1, "r3": 2, "r4": 1, "r5": 1}, "only the one in flight is asked again"
@@ -463,44 +462,10 @@ def test_an_api_key_is_written_in_clear_only_where_that_is_requested(config):
 def vllm_url(tmp_path_factory) -> Iterator[str]:
     """vLLM's own OpenAI server, with a random model."""
     folder = make_model_folder(tmp_path_factory.mktemp("judge"), seed=1)
-    port = free_port()
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "tiny"),
-        *("--host", "127.0.0.1", "--port", port, "--enforce-eager", "--dtype", "float32", "--max-num-seqs", 8),
-        *("--kv-cache-memory-bytes", 64 << 20),
-        # A random model would write white space without end where JSON allows it.
-        *("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})),
-    ]
-    environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    log = folder / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            list(map(str, command)), stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment
-        )
-    try:
-        deadline = time.monotonic() + 180
-        url = f"http://127.0.0.1:{port}"
-        while time.monotonic() < deadline and process.poll() is None:
-            try:
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            except httpx.HTTPError:
-                time.sleep(0.2)
-        else:
-            raise RuntimeError(f"vLLM did not get ready:\n{log.read_text()[-3000:]}")
-        yield f"{url}/v1"
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    # A random model would write white space without end where JSON allows it.
+    outputs = json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})
+    with serving(folder, "--structured-outputs-config", outputs) as url:
+        yield url
 
 
 def test_vllms_own_server_gives_verdicts(lake, config, vllm_url):

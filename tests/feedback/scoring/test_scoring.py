@@ -418,7 +418,7 @@ def test_tables_that_do_not_belong_together_are_an_error(lake, tmp_path):
 def test_two_runs_at_the_same_time_score_each_response_once(lake, both):
     put(lake, "interactions", [interaction(f"r{number}") for number in range(50)])
     results: list[Any] = []
-    start = threading.Barrier(3, timeout=20)
+    start = threading.Barrier(3, timeout=60)
 
     def run() -> None:
         start.wait()

@@ -209,7 +209,7 @@ def test_a_server_that_is_killed_in_a_stream_leaves_no_text_of_the_response(capt
     with httpx.stream("POST", f"{capturing.live.url}/generate", json=body, headers=headers, timeout=60) as answer:
         next(answer.iter_lines())
         capturing.live.process.kill()
-        capturing.live.process.wait(60)
+        capturing.live.process.wait(180)
     seal(Lake(str(capturing.live.home / "lake"), LakeConfig()), capturing.live.home / "journal")
     [row] = capturing.rows("user killed")
     assert (row["status"], row["prompt"], row["response"]) == ("aborted", "a prompt", "")

@@ -154,7 +154,7 @@ def test_no_hostile_body_is_an_error_of_the_server_or_leaves_work_behind(server:
                 assert len(answer.content) < 10_000
             elif "text/event-stream" in answer.headers["content-type"]:
                 assert '"error"' not in answer.text, (content[:300], answer.text)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             text = http.get("/metrics").text
             gauges = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("millrace_"))

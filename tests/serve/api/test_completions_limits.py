@@ -76,7 +76,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_event(client: openai.Op
 def test_a_body_over_the_limit_is_refused_whatever_is_in_it(server: LiveServer) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         headers = {"Authorization": f"Bearer {KEYS['free']}"}
-        answer = httpx.post(f"{server.url}{path}", content=b"x" * 2049, headers=headers)
+        answer = httpx.post(f"{server.url}{path}", content=b"x" * 2049, headers=headers, timeout=60)
         assert answer.status_code == 413
         assert "2048" in answer.json()["error"]["message"]
 
@@ -96,7 +96,7 @@ def test_connections_that_send_a_body_slowly_take_nobodys_place(client: openai.O
                 f"{server.url}/generate",
                 json={"prompt": "a", "max_tokens": 1},
                 headers={"Authorization": f"Bearer {KEYS['free']}"},
-                timeout=30,
+                timeout=60,
             )
             assert plain.status_code == 200, plain.text
 

@@ -218,7 +218,7 @@ async def test_feedback_may_come_before_its_response_and_for_one_that_another_re
 async def test_what_was_sealed_is_still_known(client: httpx.AsyncClient, server: LiveServer) -> None:
     one = thumb(feedback_id=fresh())
     assert (await client.post("/feedback", json=one)).status_code == 201
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while await counted(client, "millrace_ledger_unsealed") > 0:
             await asyncio.sleep(0.1)
     assert (await client.post("/feedback", json=one)).status_code == 200

@@ -102,7 +102,7 @@ def test_the_process_that_looks_for_sessions_may_die_and_shows_no_setting(server
     )
     assert worker.cmdline()[-1] == "serve.reading.session_worker"
     worker.kill()
-    worker.wait(60)
+    worker.wait(180)
     assert recorded(server, give(server, session_id=session).json()["feedback_id"]).keys() == {first}
 
 

@@ -16,8 +16,11 @@ import httpx
 import psutil
 import pytest
 
+from serve.config import ServeConfig
 from serve.fleet.router import in_share
 from serve.middleware.api_keys import create_key
+from serve.middleware.browser_sessions import COOKIE, BrowserSessions, token_of
+from serve.middleware.keyring import Keyring
 from serve.policies import probe
 from serve.policies.store import Pointer, PolicyStore
 from tests.serve.conftest import LiveServer, start_server, stop_server
@@ -28,6 +31,7 @@ KEYS: dict[str, str] = {}
 SLOW, POOR = 12, 600  # requests, tokens a minute
 PLACES = 64  # in a replica
 BODIES = 5 * PLACES  # on their way to a proxy
+USER, SSO_HEADER, SSO_PROXY = "ann@example.org", "X-Forwarded-User", "127.0.0.2"
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +48,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model_folders: list[Path]) -
     _, KEYS["free"] = create_key(keys, name="free", tenant="acme", scopes=["generate", "admin"])
     _, KEYS["slow"] = create_key(keys, name="slow", tenant="acme", scopes=["generate"], requests_per_minute=SLOW)
     _, KEYS["poor"] = create_key(keys, name="poor", tenant="acme", scopes=["generate"], tokens_per_minute=POOR)
+    create_key(keys, name="ann", tenant="acme", scopes=["read", "feedback"], sso=USER)
     live = start_server(
         home,
         store,
+        sso={"header": SSO_HEADER, "proxies": [SSO_PROXY]},
         fleet={"replicas": 2, "num_cpus": 0.5, "canary_seconds": 4, "sticky": "session", "health_check_period_s": 2},
         swap={"poll_seconds": 0.2},
         limits={"concurrent_requests": PLACES, "bodies": BODIES},
         drain_timeout_s=60,
     )
     deadline = time.monotonic() + PATIENCE_S
-    while len(httpx.get(f"{live.url}/ready", timeout=30).json()["replicas"]) < 2:
+    while len(httpx.get(f"{live.url}/ready", timeout=60).json()["replicas"]) < 2:
         assert time.monotonic() < deadline, live.log.read_text()[-3000:]
         time.sleep(0.2)
     time.sleep(2)  # until the router knows the second one
@@ -210,10 +216,10 @@ async def test_who_has_no_key_is_refused_before_a_body_is_read_and_ends_nobodys_
         for number in range(BODIES + 8):
             path = ("/generate", "/v1/completions", "/feedback", "/nothing", "/health")[number % 5]
             wrong = "" if number % 2 else "X-API-Key: mrk_abc_AAAAAAAAAAAAAAAAAAAAAAAA\r\n"
-            connection = strangers.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            connection = strangers.enter_context(socket.create_connection((host, int(port)), timeout=60))
             connection.sendall((head % (path, 1000, wrong)).encode() + b"{")
         for _ in range(2):
-            connection = strangers.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            connection = strangers.enter_context(socket.create_connection((host, int(port)), timeout=60))
             connection.sendall((head % ("/generate", 1000, "")).encode() + b"{")
             answers.append(await asyncio.to_thread(connection.recv, 12))
         assert answers == [b"HTTP/1.1 401"] * 2
@@ -222,12 +228,33 @@ async def test_who_has_no_key_is_refused_before_a_body_is_read_and_ends_nobodys_
     writer.close()
 
 
+async def test_a_user_of_the_single_sign_on_sends_a_body_through_a_proxy_and_nobody_else_does_so_as_them(
+    fleet: LiveServer, fleet_client: httpx.AsyncClient
+) -> None:
+    (response,) = (await ask(fleet_client, max_tokens=1)).json()["responses"]
+    keyring = Keyring(ServeConfig(keys=str(fleet.store.root.parent / "keys.json")))
+    keyring.load()
+    cookie = BrowserSessions(keyring).begin_of_user(USER)
+    thumb = {"response_id": response["response_id"], "kind": "thumb", "value": 1}
+    session = {"Cookie": f"{COOKIE}={cookie}", "X-CSRF-Token": token_of(cookie), "Origin": fleet.url}
+    for by, said, status in (
+        (SSO_PROXY, {SSO_HEADER: USER}, 201),
+        (SSO_PROXY, {}, 401),
+        (SSO_PROXY, {"X-Millrace-User": USER}, 401),
+        ("127.0.0.1", {SSO_HEADER: USER}, 401),
+        ("127.0.0.1", {"X-Millrace-User": USER, "X-Forwarded-For": SSO_PROXY}, 401),
+    ):
+        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(local_address=by), timeout=60) as client:
+            answer = await client.post(f"{fleet.url}/feedback", json=thumb, headers=session | said)
+        assert answer.status_code == status, (by, said, answer.text)
+
+
 async def test_a_proxys_connections_are_bounded_as_a_servers_are(fleet: LiveServer) -> None:
     host, _, port = fleet.url.removeprefix("http://").partition(":")
     head = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(head + b"X-Long: " + b"a" * 100_000)
-    assert (await asyncio.wait_for(reader.readline(), 30)).startswith(b"HTTP/1.1 431 ")
+    assert (await asyncio.wait_for(reader.readline(), 120)).startswith(b"HTTP/1.1 431 ")
     writer.close()
     trailers = b"X-Trailer: %b\r\n" % (b"t" * 1000) * 64
     begins = head + b"Transfer-Encoding: chunked\r\n\r\n1\r\nb\r\n0\r\n"
@@ -388,7 +415,7 @@ async def test_the_end_finishes_requests_seals_every_row_and_leaves_no_process(
     answers = [await task for task in at_work]
     assert code == 0, fleet.log.read_text()[-3000:]
     assert [answer.status_code for answer in answers] == [200] * 4
-    _, left = psutil.wait_procs([p for p in processes if p.is_running()], timeout=20)
+    _, left = psutil.wait_procs([p for p in processes if p.is_running()], timeout=60)
     assert [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
     assert not list((fleet.home / "journal").glob("interactions*"))  # all of it is sealed
     recorded = {row["response_id"] for row in fleet.rows("interactions", "\"user\" = 'last'")}

@@ -33,7 +33,7 @@ def start(home: Path, store: PolicyStore) -> LiveServer:
         swap={"poll_seconds": 0.2},
     )
     deadline = time.monotonic() + PATIENCE_S
-    while len(httpx.get(f"{live.url}/ready", timeout=30).json()["replicas"]) < 2:
+    while len(httpx.get(f"{live.url}/ready", timeout=60).json()["replicas"]) < 2:
         assert time.monotonic() < deadline, live.log.read_text()[-3000:]
         time.sleep(0.2)
     return live

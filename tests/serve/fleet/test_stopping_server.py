@@ -28,7 +28,7 @@ def live(request: pytest.FixtureRequest, tmp_path: Path, model_folders: list[Pat
     store.publish(model_folders[0], parent=None, lineage={}, metrics={})
     store.promote(1, expected=None, who="test", why="first")
     is_fleet = request.param == "fleet"
-    live = start_server(tmp_path, store, drain_timeout_s=120, **({"fleet": FLEET} if is_fleet else {}))
+    live = start_server(tmp_path, store, forked=False, drain_timeout_s=120, **({"fleet": FLEET} if is_fleet else {}))
     deadline = time.monotonic() + PATIENCE_S
     while is_fleet and len(httpx.get(f"{live.url}/ready", timeout=60).json()["replicas"]) < 2:
         assert time.monotonic() < deadline, live.log.read_text()[-3000:]
@@ -78,7 +78,7 @@ def test_a_server_whose_engine_still_starts_ends_without_waiting_for_it(
 
     def start() -> None:
         try:
-            start_server(tmp_path, store)
+            start_server(tmp_path, store, forked=False)
         except RuntimeError as error:  # it ended before it was ready
             started.append(str(error))
 

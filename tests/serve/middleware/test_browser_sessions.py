@@ -87,7 +87,8 @@ def test_a_replica_that_starts_later_knows_the_session(home: Home) -> None:
 
 def test_no_forged_or_changed_cookie_is_a_session(home: Home, tmp_path: Path) -> None:
     cookie = home.sessions.begin(home.secret)
-    key_id, until, nonce, signature = cookie.split(".")
+    key_id, until, user, nonce, signature = cookie.split(".")
+    assert user == ""
     (tmp_path / "other").mkdir()
     other = Home(tmp_path / "other")
     foreign = other.sessions.begin(other.secret)
@@ -97,12 +98,13 @@ def test_no_forged_or_changed_cookie_is_a_session(home: Home, tmp_path: Path) ->
         "....",
         "none.abc",
         cookie[:-1],
-        f"{key_id}.{int(until) + 1}.{nonce}.{signature}",
-        f"local.{until}.{nonce}.{signature}",
-        f"proxy.{until}.{nonce}.{signature}",
-        f"{key_id}.1e99.{nonce}.{signature}",
-        f"{key_id}.{until}.{nonce}.",
-        f"{key_id}.{until}.{nonce}.ß",
+        f"{key_id}.{int(until) + 1}..{nonce}.{signature}",
+        f"local.{until}..{nonce}.{signature}",
+        f"proxy.{until}..{nonce}.{signature}",
+        f"{key_id}.1e99..{nonce}.{signature}",
+        f"{key_id}.{until}.YW5u.{nonce}.{signature}",
+        f"{key_id}.{until}..{nonce}.",
+        f"{key_id}.{until}..{nonce}.ß",
         foreign,
         f"{key_id}.{foreign.partition('.')[2]}",
         home.secret,
@@ -235,7 +237,7 @@ async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
 async def test_a_route_takes_a_session_with_its_proof_and_not_without(http: httpx.AsyncClient) -> None:
     server = http.app.state.server  # type: ignore[attr-defined]
     sessions = BrowserSessions(server.keyring)
-    cookie = sessions._signed(http.headers["x-key"], SESSION_S)
+    cookie = sessions._signed(http.headers["x-key"], "", SESSION_S)
     sent = {"Cookie": f"millrace_session={cookie}"}
     refused = await http.get("/policy", headers=sent)
     assert (refused.status_code, "X-CSRF-Token" in refused.text) == (403, True)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from serve.config import ServeConfig, SsoConfig
 from serve.middleware import connections
+from serve.middleware.authentication import READ, Authenticator, headers_of
 from serve.middleware.connections import HEAD_BYTES, BoundedHttp
+from serve.middleware.keyring import Keyring
 
 SCOPES: list[Any] = []
 GONE: list[str] = []
@@ -43,14 +49,21 @@ async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
     monkeypatch.setattr(connections, "REST_BYTES", 2 << 20)
     SCOPES.clear()
     GONE.clear()
-    config = uvicorn.Config(app, http=BoundedHttp, ws="none", port=0, lifespan="off", log_config=None)
+    async with listening(BoundedHttp) as found:
+        yield found
+
+
+@asynccontextmanager
+async def listening(http: type[asyncio.Protocol]) -> AsyncIterator[int]:
+    """The port of a server with this protocol."""
+    config = uvicorn.Config(app, http=http, ws="none", port=0, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
     yield server.servers[0].sockets[0].getsockname()[1]
     server.should_exit = True
-    await asyncio.wait_for(task, 10)
+    await asyncio.wait_for(task, 120)
 
 
 async def exchange(port: int, *pieces: bytes, pause: float = 0.05) -> bytes:
@@ -114,7 +127,7 @@ async def test_a_head_in_pieces_and_a_body_larger_than_a_head_may_be_are_taken(p
 async def test_a_head_that_does_not_come_is_not_waited_for(port: int, sent: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
-    assert await asyncio.wait_for(reader.read(), 3) == b""
+    assert await asyncio.wait_for(reader.read(), 120) == b""
     writer.close()
 
 
@@ -185,7 +198,7 @@ async def test_line_ends_between_requests_do_not_keep_a_connection(port: int) ->
     writer.write(HEAD + b"Content-Length: 0\r\n\r\n")
     await reader.readuntil(b"\r\n\r\n")
     writer.write(b"\r\n")
-    await asyncio.wait_for(reader.read(), 10)
+    await asyncio.wait_for(reader.read(), 120)
     writer.close()
 
 
@@ -235,3 +248,27 @@ async def test_a_request_to_change_the_protocol_is_answered_as_it_is(port: int) 
     upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: YQ==\r\nSec-WebSocket-Version: 13\r\n"
     answer = await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(
+    ("http", "heard"),
+    [
+        (BoundedHttp.believing(SsoConfig(header="X-User", proxies=["127.0.0.0/8"])), "ann"),
+        (BoundedHttp.believing(SsoConfig(header="X-User", proxies=["127.0.0.1", "10.0.0.7"])), None),
+        (BoundedHttp.believing(SsoConfig(header="X-Other", proxies=["127.0.0.0/8"])), None),
+        (BoundedHttp, None),
+        (HttpToolsProtocol, None),
+        (H11Protocol, None),
+    ],
+)
+async def test_who_the_user_is_only_a_connection_with_the_servers_own_settings_may_say(
+    http: type[asyncio.Protocol], heard: str | None
+) -> None:
+    """Ray Serve's proxies may be another program's, or have settings of an earlier start."""
+    config = ServeConfig(sso={"header": "X-User", "proxies": ["127.0.0.0/8"]})
+    names = ("X-User", "X-Other", "X-Millrace-User", "millrace.user")
+    SCOPES.clear()
+    async with listening(http) as port, httpx.AsyncClient(timeout=60) as client:
+        await client.get(f"http://127.0.0.1:{port}/", headers=dict.fromkeys(names, "ann"))
+    [scope] = SCOPES
+    assert Authenticator(Keyring(config), config).user(headers_of(scope, READ)) == heard

@@ -257,7 +257,7 @@ def race(barrier: threading.Barrier, *calls: Callable[[], Any]) -> list[Any]:
     """What calls at the same moment return, or raise."""
 
     def one(call: Callable[[], Any]) -> Any:
-        barrier.wait(30)
+        barrier.wait(120)
         try:
             return call()
         except PolicyError as error:
@@ -545,7 +545,7 @@ def test_a_server_swaps_to_a_policy_from_another_machine_and_serves_on_without_t
     try:  # the store is down
         answer = httpx.post(f"{server.url}/generate", json={"prompt": "on", "max_tokens": 4}, timeout=60).json()
         assert answer["responses"][0]["policy_spans"][0]["policy_version"] == 2
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while "could not be reached" not in server.log.read_text() and time.monotonic() < deadline:
             time.sleep(0.2)
         assert "could not be reached" in server.log.read_text()

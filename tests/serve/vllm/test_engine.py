@@ -131,6 +131,25 @@ async def test_a_prefix_cached_under_one_policy_is_not_used_under_another(
             assert difference(policies[version - 1], prompt, answer.responses[0]) < CLOSE
 
 
+async def test_a_request_that_names_an_older_load_after_a_swap_uses_nothing_that_was_cached_under_it(
+    swapper: Swapper, policies: list[Policy]
+) -> None:
+    """As one does that another API process sent before it had heard of the swap."""
+    engine, prompt = swapper.engine, list(b"a prompt of more than one cache block " * 5)[:180]
+    await become(swapper, 1)
+    await engine.generate("before", prompt, Sampling(max_tokens=8))
+    older = engine.cache_salt
+    await become(swapper, 2)
+    newer, engine.cache_salt = engine.cache_salt, older
+    try:
+        for i in range(2):
+            answer = await engine.generate(f"late {i}", prompt, Sampling(max_tokens=8))
+            assert answer.responses[0].policy_spans == [(0, 2)]
+            assert difference(policies[1], prompt, answer.responses[0]) < CLOSE
+    finally:
+        engine.cache_salt = newer
+
+
 async def test_the_same_seed_samples_the_same_response(swapper: Swapper) -> None:
     one, two, other = [
         (await swapper.engine.generate(f"seed{i}", PROMPT, Sampling(max_tokens=20, seed=seed))).responses[0]
@@ -183,7 +202,7 @@ async def test_an_aborted_request_returns_what_it_has(swapper: Swapper, policies
     work = asyncio.create_task(swapper.engine.generate("a", PROMPT, Sampling(n=2, max_tokens=220, temperature=0.01)))
     await asyncio.sleep(0.05)
     await swapper.engine.abort("a")
-    answer = await asyncio.wait_for(work, 10)
+    answer = await asyncio.wait_for(work, 120)
     for response in answer.responses:
         assert response.finish_reason in ("abort", "stop")
         assert len(response.logprobs) == len(response.token_ids) < 220

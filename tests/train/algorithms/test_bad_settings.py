@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from tests.paths import ROOT
 from train import algorithms, dataflows
-from train.config.algorithms import GROUPED, OFFLINE, ONLINE, READ_BY, AlgorithmConfig
+from train.config.algorithms import GROUPED, NAMES, OFFLINE, ONLINE, READ_BY, AlgorithmConfig
 from train.config.context_length import longest_context, longest_prompt, with_context
 from train.config.sections import RolloutConfig
 from train.config.training import TrainConfig
@@ -32,8 +32,7 @@ def refused(message: str, **settings: Any) -> None:
     [
         ({"ranks": 3, "rollout": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2 does not divide train.ranks=3"),
         ({"minibatches": 9, "data": {"prompts_per_step": 8}}, "train.minibatches=9 is more than"),
-        ({"rollout": {"staleness": 1}}, "train.rollout.staleness=1 needs generation on a pool of its own"),
-        ({"rollout": {"staleness": 2}}, "staleness"),
+        ({"rollout": {"staleness": -1}}, "staleness"),
         (
             {"epochs": 2, "algorithm": {"name": "dpo"}},
             r"train\.epochs=2 .*name=dpo draws all .*: use more train\.steps",
@@ -77,10 +76,31 @@ def refused(message: str, **settings: Any) -> None:
             r"train\.data\.traffic_share=0\.5: remax compares a response with the greedy one .*; set it to 0",
         ),
         ({"reward": "a:b", "reward_weights": {"exact": 2}}, r"train\.reward=a:b .* train\.reward_weights .*; set one"),
+        ({"rollout": {"top_k": 5}}, r"train\.rollout\.top_k=5 cut .* grpo weighs them by its logprobs.*use online_dpo"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     refused(message, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"environment": "maths"}, r"has no engine for turns of any number: take out train\.environment=maths"),
+        ({"placement": {**APART, "rollout": "generation"}}, r"actor's own weights: .*placement\.rollout=generation"),
+        ({"rollout": {"staleness": 1}}, r"not with those before: take out train\.rollout\.staleness=1"),
+        ({"ranks": 2, "rollout": {"tensor_parallel_size": 2}}, r"take out train\.rollout\.tensor_parallel_size=2"),
+        ({"ranks": 2, "fsdp": {"tensor_parallel": 2}}, r"shares no layer: take out train\.fsdp\.tensor_parallel=2"),
+        ({"ranks": 2, "fsdp": {"sequence_parallel": 2}}, r"no sequence: .* train\.fsdp\.sequence_parallel=2"),
+        ({"rollout": {"enforce_eager": False}}, r"compiles nothing: take out train\.rollout\.enforce_eager=False"),
+        ({"rollout": {"reshard": "gather"}}, r"sends no weights: take out train\.rollout\.reshard=gather, or set"),
+    ],
+)
+def test_what_transformers_generation_can_not_do_is_refused_with_the_reason(
+    settings: dict[str, Any], message: str
+) -> None:
+    rollout = {"backend": "hf", **settings.pop("rollout", {})}
+    refused(rf"train\.rollout\.backend=hf .*{message}", rollout=rollout, **settings)
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -128,9 +148,10 @@ def test_of_a_section_that_is_not_read_what_was_set_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("name", [*ONLINE, *OFFLINE])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_defaults_of_every_algorithm_can_work_and_stay_the_same_when_written_out(name: str) -> None:
-    config = TrainConfig.model_validate({"algorithm": {"name": name}})
+    teacher = {"url": "http://127.0.0.1:1/v1", "model": "large"} if name == "distill" else None
+    config = TrainConfig.model_validate({"algorithm": {"name": name, "teacher": teacher}})
     assert TrainConfig.model_validate(config.model_dump(mode="json")) == config
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from loadtests.server import free_port
+from tests.train.ranks import start_ranks
 from train.checkpoint.dcp import Saved, Saver, load
 from train.checkpoint.folders import CheckpointError, aside_of, begin_aside, checkpoints, make_whole, name_of, torn
 from train.checkpoint.random_state import seed_all
@@ -184,7 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(folder: Path) -> dict[str, Any]:
     """What rank 0 saw."""
     file = folder / "seen.pt"
-    torch.multiprocessing.spawn(in_rank, (folder, [free_port() for _ in range(3)], file), nprocs=2)
+    start_ranks(in_rank, (folder, [free_port() for _ in range(3)], file), 2)
     return dict(torch.load(file, weights_only=False))
 
 

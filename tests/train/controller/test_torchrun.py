@@ -17,6 +17,7 @@ import torch
 from job_home import job_context, make_home
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from feedback import fork_server
 from serve.policies.store import PolicyStore
 from serve.swap.compatibility import require_compatible
 from tests.paths import ROOT
@@ -120,6 +121,25 @@ def test_a_job_that_a_signal_ended_says_so_by_its_exit_code() -> None:
     assert [JobError("it failed", code).exit_code for code in (1, 2, 137, -9)] == [1, 1, 137, 137]
 
 
+TIED = """
+import subprocess, sys
+from feedback import fork_server
+from train.controller.torchrun_guard import end_with_starter
+end_with_starter()
+sys.exit(subprocess.run([sys.executable, "-I", "-S", fork_server.__file__, sys.argv[1]]).returncode)
+"""
+
+
+def test_what_a_driver_starts_does_not_end_for_having_another_parent_than_the_driver(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "rank.py").write_text("print('a rank that a fork server is to fork')\n")
+    variables = {**environment, fork_server.PARENT: str(os.getpid())}
+    variables.pop(fork_server.ADDRESS, None)  # where no server forks it in time, it is an interpreter of its own
+    command = [sys.executable, "-c", TIED, str(tmp_path / "rank.py")]
+    assert subprocess.run(command, env=variables, timeout=60, check=False).returncode == 0
+
+
 def test_ranks_end_with_the_process_that_started_torchrun(tmp_path: Path, environment: dict[str, str]) -> None:
     how = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", str(HERE / "torchrun_driver.py")]
     command = [sys.executable, "-m", "train.controller.torchrun_guard", *how, str(tmp_path), "killed"]
@@ -140,7 +160,7 @@ def test_ranks_end_with_the_process_that_started_torchrun(tmp_path: Path, enviro
     finally:
         process.kill()
         process.wait()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while left():
         assert time.monotonic() < deadline, "they go on"
         time.sleep(0.05)

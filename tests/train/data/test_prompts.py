@@ -77,17 +77,6 @@ def test_where_responses_are_compared_groups_with_equal_rewards_are_left_out_on_
     assert prompts_of(again(lake, singleton_baseline="leave_out")) == [[1], [2]]
 
 
-def test_each_turn_of_a_conversation_is_learned_from_once_with_its_tokens_as_captured(lake: Lake) -> None:
-    first, second = row([1, 2], 1.0), row([1, 2, 30, 4, 5], 0.0)
-    first[0].update(session_id="s", response_token_ids=[3, 4], logprobs=[-0.5, -0.25])
-    second[0].update(session_id="s", response_token_ids=[6], logprobs=[-0.75])
-    groups = read(lake, second, first).groups
-    assert [[(turn.prompt, turn.response, turn.log_probs, turn.reward) for turn in group] for group in groups] == [
-        [([1, 2], [3, 4], [-0.5, -0.25], 1.0)],
-        [([1, 2, 30, 4, 5], [6], [-0.75], 0.0)],  # the first turn is its prompt, as it was rendered, and no target
-    ]
-
-
 def test_a_logged_response_that_ended_at_its_longest_length_is_truncated(lake: Lake) -> None:
     rows = [row([1], 0.0), row([1], 1.0)]
     rows[1][0]["finish_reason"] = "length"

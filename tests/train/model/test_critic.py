@@ -24,7 +24,7 @@ from train.config.algorithms import AlgorithmConfig
 from train.config.training import TrainConfig
 from train.model.fsdp import export
 from train.model.hf_io import plain_name
-from train.model.mesh import make_meshes
+from train.model.mesh import make_meshes, mesh_sizes
 from train.model.scalar_head import UNSTORED, build_with_scalar_head, sequence_scores, token_values
 from train.objectives.values import explained_variance, value_loss
 from train.workers.actor import ActorWorker
@@ -109,7 +109,7 @@ def an_update(rank: int, policy: Path, settings: dict[str, Any]) -> dict[str, An
 
     critic.optimizer.register_step_pre_hook(keep)
     batch = batch_to_learn()
-    part = own_part(batch, critic.meshes)
+    part = own_part(batch, **mesh_sizes(critic.config, critic.world_size))
     mine = batch.select(part)
     before = critic.values(mine)
     return {
@@ -149,7 +149,7 @@ def pairs_learned(rank: int, policy: Path, settings: dict[str, Any]) -> dict[str
 
     scorer.optimizer.register_step_pre_hook(keep)
     batch = some_pairs()
-    part = own_part(batch, scorer.meshes)
+    part = own_part(batch, **mesh_sizes(scorer.config, scorer.world_size))
     mine = batch.select(part)
     before = scorer.scores(mine)
     metrics, learned_from = scorer.learn(mine)

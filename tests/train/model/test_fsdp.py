@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from serve.policies.folder import safetensors_header
-from tests.train.ranks import found_by, run_ranks
+from tests.train.ranks import TIMEOUT, found_by, run_ranks
 from tests.train.tiny_models import gpt_neox, llama, mixture, plain_log_probs, qwen3, some_batch, whole
 from train.algorithms import load
 from train.config.sections import FsdpConfig
@@ -49,7 +48,7 @@ CUTS: dict[str, dict[str, Any]] = {
 
 
 def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
-    assert world_timeout() == timedelta(seconds=60)
+    assert world_timeout() == TIMEOUT
     said = Said()
     logging.getLogger("train.model.fsdp").addHandler(said)
     found = {
@@ -202,7 +201,7 @@ def test_a_sequence_parallel_group_is_consecutive_ranks_with_the_jobs_timeout(fo
     for rank, ranks_own in enumerate(found):
         seen = ranks_own["meshes"]["flat"]
         assert seen["sp"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert seen["timeout"] == timedelta(seconds=60)
+        assert seen["timeout"] == TIMEOUT
 
 
 @pytest.mark.parametrize("name", MODELS)

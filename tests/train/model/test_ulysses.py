@@ -82,7 +82,7 @@ def scores(policy: Path, sp: int, dtype: torch.dtype = torch.float32, **options:
     meshes = make_meshes("cpu", sequence_parallel_size=sp)
     model = build(policy, dtype=dtype, meshes=meshes, **options)
     whole = some_batch()
-    part = own_part(whole, meshes)
+    part = own_part(whole, sequence_parallel_size=sp)
     batch = whole.select(part)
     log_probs, entropy = token_log_probs(model, batch)
     weights = torch.linspace(-1, 1, len(whole.tokens))[whole.token_index(part)]

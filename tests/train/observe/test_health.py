@@ -45,6 +45,7 @@ def test_rewards_and_lengths_are_of_all_fresh_responses_also_of_those_that_teach
     metrics = health(Drawn(fresh, logged, fresh.rollouts[:2], 1, 1), None, [])
     expected = {"reward": 2 / 3, "reward/length": 3.0, "reward/exact": 1.0, "reward_traffic": 9.0}
     expected |= {"response_length": 4.0, "truncated_fraction": 1 / 3, "responses": 3, "traffic_responses": 1}
+    expected |= {"learned_responses": 2}
     expected |= {"uninformative_groups": 1, "uninformative_fraction": 1 / 3, "lone_left_out": 1, "tokens": 0}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert all(map(math.isfinite, metrics.values()))

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from feedback.datasets import Prompt
 from loadtests.server import free_port
+from train.batch.packed import Sample
 from train.config.training import TrainConfig
 from train.context import JobResult
-from train.observe.hooks import HookError, RunInfo, load_function
+from train.observe.hooks import Answer, HookError, RunInfo, load_function
 from train.observe.trackers import Watchers
 
 USERS_CODE = """
@@ -42,6 +44,13 @@ class Listener(Hook):
 
     def on_end(self, result, error):
         heard.append(("end", result and result.candidate, error and str(error)))
+
+class Measures(Hook):
+    found = {}
+
+    def on_evaluation(self, step, answers):
+        short = sum(len(answer.response.text) < 3 for answer in answers)
+        return type(self).found | {"share_short": short / len(answers)}
 
 class Breaks(Hook):
     def on_step(self, step, metrics):
@@ -91,6 +100,26 @@ def test_trackers_and_hooks_are_called_in_order_with_what_they_need(tmp_path: Pa
         ("close",),
         ("end", 7, None),
     ]
+
+
+def test_a_hook_measures_answers_and_what_is_no_metric_is_refused(tmp_path: Path, heard: list[Any]) -> None:
+    _, name = heard
+    answers = [
+        Answer(Prompt("p", None, [1]), Sample([2], text, [-1.0], "stop"), reward)
+        for text, reward in (("ab", 1.0), ("abcd", None))
+    ]
+    hook = sys.modules[name].Measures
+    with watchers(tmp_path, hooks=[f"{name}:Listener", f"{name}:Measures"]) as all_:
+        assert all_.evaluation(3, answers) == {"share_short": 0.5}
+        for found, message in (
+            ({"reward": 1.0}, "can't be called 'reward'"),
+            ({3: 1.0}, "can't be called 3"),
+            ({"mine": float("nan")}, "'mine' is nan"),
+            ({"mine": "much"}, "'mine' is 'much'"),
+        ):
+            hook.found = found
+            with pytest.raises(HookError, match=rf"'{name}:Measures' failed in on_evaluation, step 3: .*{message}"):
+                all_.evaluation(3, answers)
 
 
 def test_a_hook_that_fails_is_named_with_its_moment_and_the_others_hear_the_end(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from train.planner.memory import Sharding, held, held_frozen, inference, update
+from train.config.sections import OptimizerConfig
+from train.planner.memory import Sharding, held, held_frozen, inference, state_bytes, update
 from train.planner.sizes import Activations, ModelShape, Unit
 
 LAYER = Unit(trained=1000, frozen=0, by_columns=0, largest=400, largest_trained=400)
@@ -47,6 +50,45 @@ def bf16(shards: int, **how: object) -> Sharding:
 def test_a_trained_parameter_takes_twelve_bytes_over_all_ranks() -> None:
     assert held(SHAPE, bf16(1)).total() == 12 * 12_000
     assert held(SHAPE, bf16(4)) == Counter(weights=4 * 3000, optimizer=8 * 3000)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "of_matrices", "of_others"),
+    [
+        ({"name": "adamw"}, 8, 8),
+        ({"name": "muon"}, 4, 8),
+        ({"name": "sgd"}, 0, 0),
+        ({"name": "sgd", "momentum": 0.9}, 4, 4),
+        ({"name": "adamw_8bit"}, 2 + 2 / 64, 2 + 2 / 64),
+        ({"name": "module:Own"}, 8, 8),
+    ],
+)
+def test_an_optimizers_state_is_what_it_keeps_of_a_parameter(
+    optimizer: dict[str, Any], of_matrices: float, of_others: float
+) -> None:
+    shape = replace(SHAPE, layers=(replace(LAYER, matrices=800),) * 10)
+    state = state_bytes(OptimizerConfig.model_validate(optimizer))
+    expected = int(of_matrices * 8000 + of_others * 4000) // 4
+    assert held(shape, bf16(4, state=state)) == Counter(weights=4 * 3000, optimizer=expected)
+    assert held(shape, bf16(4, state=state, waits=True)) == Counter(weights=4 * 3000)
+    back = update(shape, bf16(4, state=state, waits=True), NOTHING)
+    assert back["optimizer"] in (0, expected)
+    assert back.total() >= 4 * 3000 + expected + 4 * 3000, "it is there for the step, beside the gradients"
+
+
+def test_muon_needs_a_matrix_whole() -> None:
+    wide = replace(SHAPE, layers=(replace(LAYER, largest_trained=40_000),) * 10)
+    assert update(wide, bf16(4, muon=True), NOTHING)["buffers"] == 16 * 40_000
+    assert update(wide, bf16(4, muon=True, slices=2), NOTHING)["buffers"] == 16 * 2 * 40_000
+    assert update(wide, bf16(4, muon=True, host=True), NOTHING) == Counter(buffers=16 * 40_000)
+
+
+def test_layers_that_are_kept_after_forward_are_all_there_when_the_last_one_goes_back() -> None:
+    assert update(SHAPE, bf16(4, resharded=False), KEPT)["unsharded"] == 2 * (2000 + 10 * 1000)
+
+
+def test_layers_that_are_prefetched_are_there_beside_the_one_that_computes() -> None:
+    assert update(SHAPE, bf16(4, ahead=3), KEPT)["unsharded"] == 2 * (2000 + 1000 + 3 * 1000)
 
 
 def test_a_frozen_model_is_held_in_slices_of_the_compute_type() -> None:

@@ -51,6 +51,18 @@ def test_less_memory_is_answered_by_checkpointing_or_offload(models: Models) -> 
     assert found.host_bytes == pytest.approx((16 + 2) * models.policy.shape.parameters, rel=1e-6)
 
 
+def test_generation_by_transformers_holds_no_weights_of_its_own_and_shares_no_layer(models: Models) -> None:
+    machine = parse_gpus("8x80GB")
+    found = choose(config(rollout={"backend": "hf"}), models, machine, WORK)
+    generate = found.phases[0]
+    assert [phase.name for phase in found.phases] == ["generate", "reference log_probs", "actor update"]
+    assert "rollout weights" not in generate.memory
+    assert 0 < generate.memory["actor unsharded"] < 2 * models.policy.shape.parameters
+    assert (found.config.fsdp.tensor_parallel, found.config.rollout.tensor_parallel_size) == (1, 1)
+    by_vllm = plan(found.config.model_copy(update={"rollout": config().rollout}), models, machine, WORK)
+    assert generate.cost.seconds > by_vllm.phases[0].cost.seconds
+
+
 def test_what_is_set_stays(models: Models) -> None:
     settings = config(
         micro_batch_tokens=4096, activation_checkpointing=True, ranks=4, rollout={"tensor_parallel_size": 4}

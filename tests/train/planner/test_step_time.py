@@ -54,6 +54,30 @@ def test_an_update_gathers_twice_and_reduces_in_float32(llama: ModelShape) -> No
     assert update_cost(llama, every, BATCH, A100).moved == pytest.approx(3 * (2 * 2 + 4) * share)
 
 
+def test_layers_that_are_kept_after_forward_are_gathered_once(llama: ModelShape) -> None:
+    how = Sharding(8, 2, 2, micro_batches=3, resharded=False)
+    assert update_cost(llama, how, BATCH, A100).moved == pytest.approx((3 * 2 + 4) * 7 / 8 * llama.parameters)
+
+
+def test_muon_gathers_matrices_sends_updates_and_computes_its_share_of_them(llama: ModelShape) -> None:
+    # A layer has q and o of 4096², k and v of 1024 x 4096, and three of 14336 x 4096; five iterations of two products
+    # of m x m and m x n, m the smaller, and one of m x m.
+    layers = {(4096, 4096): 2, (1024, 4096): 2, (4096, 14336): 3}
+    assert llama.matrices == 32 * sum(count * m * n for (m, n), count in layers.items())
+    flops = 32 * sum(count * 5 * (2 * 2 * m * m * n + 2 * m**3) for (m, n), count in layers.items())
+    how = Sharding(8, 2, 2, state=(4.0, 8.0))
+    plain, muon = (update_cost(llama, replace(how, muon=on), BATCH, A100) for on in (False, True))
+    sent = 2 * 4 * 7 / 8 * llama.matrices
+    assert muon.moved - plain.moved == pytest.approx(sent)
+    assert muon.seconds - plain.seconds == pytest.approx(flops / 8 / 312e12 + sent / A100.slowest_link(8))
+
+
+def test_state_that_waits_in_the_hosts_memory_comes_and_goes(llama: ModelShape) -> None:
+    how = Sharding(8, 2, 2)
+    plain, waits = (update_cost(llama, replace(how, waits=on), BATCH, A100).seconds for on in (False, True))
+    assert waits - plain == pytest.approx(2 * 8 * llama.parameters / 8 / A100.host)
+
+
 def test_a_sync_moves_what_a_rank_lacks(llama: ModelShape) -> None:
     assert sync_bytes(llama, 8, 8, 2) == 0  # its slice is its shard
     assert sync_bytes(llama, 8, 2, 2) == pytest.approx(2 * llama.parameters * 6 / 16)

@@ -298,7 +298,7 @@ def test_a_torn_checkpoint_is_passed_over_for_an_older_one_and_refused_if_there_
 def test_two_processes_never_work_on_one_run(home: Path, tmp_path: Path) -> None:
     there = context(home, "twice", runs=tmp_path)
     refused = pytest.raises(CheckpointError, match=r"another process \(pid \d+ on .+\) is in the middle of run twice")
-    with only_run(there), refused, only_run(there):
+    with only_run(there), refused, only_run(there, wait_s=0.1):
         pass
 
 
@@ -312,6 +312,7 @@ def stores_of(there: JobContext) -> Stores:
 def settings(home: Path, **changes: Any) -> dict[str, Any]:
     """With prompts of one's own beside those of the lake, and counts of how often they are solved."""
     own = {"prompts": [{"path": str(home / "own.jsonl"), "prompt": "question"}], "pass_rate": {"solved_reward": -6.5}}
+    own["curriculum"] = {"solved_reward": -6.5, "min_responses": 4, "rest_steps": 1}
     evaluated = {"evaluate_suite": str(home / "held_out.jsonl"), "evaluate_every": EVERY, "keep": "best"}
     return {**CONFIG, "data": {**CONFIG["data"], **own}, **evaluated, **changes}
 
@@ -343,7 +344,7 @@ class Driver:
             self.output += line
             if line.startswith("RESULT "):
                 return dict(json.loads(line.removeprefix("RESULT ")))
-        raise AssertionError(f"the driver ended with code {self.process.wait(20)} and no result:\n{self.output}")
+        raise AssertionError(f"the driver ended with code {self.process.wait(120)} and no result:\n{self.output}")
 
     def kill(self) -> None:
         tree = []
@@ -352,7 +353,7 @@ class Driver:
         for one in [*tree, self.process]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        self.process.wait(20)
+        self.process.wait(120)
 
     def __enter__(self) -> Driver:
         return self

@@ -108,7 +108,7 @@ def run_out(config: RunStoreConfig) -> None:
 
 
 def wait_for(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not what():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.05)
@@ -156,13 +156,13 @@ def test_of_two_machines_that_claim_a_run_at_once_one_gets_it_and_the_other_one_
     begun, errors = threading.Barrier(2), list[str]()
 
     def claim(name: str) -> None:
-        begun.wait(20)
+        begun.wait(120)
         try:
             with at_work(config, machine(name)):
-                begun.wait(60)
+                begun.wait(180)
         except RunTaken as error:
             errors.append(str(error))
-            begun.wait(60)
+            begun.wait(180)
 
     threads = [threading.Thread(target=claim, args=(name,)) for name in "ab"]
     for thread in threads:
@@ -522,7 +522,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_an_upload_under_way(
     answers = threading.Event()
     with suppress(KeyboardInterrupt), at_work(config, machine("a")) as run:
         begin(machine("a"))
-        monkeypatch.setattr(run, "_upload", lambda: answers.wait(60))
+        monkeypatch.setattr(run, "_upload", lambda: answers.wait(180))
         raise KeyboardInterrupt
     assert "its last upload takes longer than 0 s, and is left" in capsys.readouterr().out
     answers.set()
@@ -544,7 +544,7 @@ class Dying(Hook):
         if step == 2 and (home / "dies").exists():
             from train.run.run_store import RunStore
             store = RunStore(self.run.config.run_store)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 180
             while not store.read(self.run.name).manifest.checkpoints and time.monotonic() < deadline:
                 time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,9 +1,13 @@
-"""Actor, reference and rollout workers in two processes that train and generate: Ray, FSDP2 over gloo, vLLM."""
+"""Actor, reference and rollout workers in two processes that train and generate: Ray, FSDP2 over gloo, vLLM.
+
+Beside vLLM, in the same processes, transformers generates on the actor's shards.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deploy.examples.demo.seed import make_model, make_tokenizer
 from deploy.examples.demo.task import items
+from evaluation.engine import Call
 from serve.policies.folder import safetensors_header
 from tests.paths import ROOT
 from tests.train.tiny_models import plain_log_probs
@@ -21,7 +26,7 @@ from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout, Sample
 from train.config.training import TrainConfig
 from train.controller.worker_group import WorkerError, WorkerGroup
-from train.workers.role_groups import start_groups
+from train.workers.role_groups import start_groups, start_pools
 
 
 class Engine(NamedTuple):
@@ -29,7 +34,8 @@ class Engine(NamedTuple):
     policy: Path
     actor: WorkerGroup
     reference: WorkerGroup
-    rollout: WorkerGroup
+    rollouts: dict[str, WorkerGroup]
+    """By backend: vllm, and where it can, hf."""
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +49,13 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (2, 2)], ids=["tp1", "tp2", "tp2 in training too"])
 def engine(request: pytest.FixtureRequest, policy: Path) -> Iterator[Engine]:
+    generation, training = request.param
     config = TrainConfig.model_validate(
         {
             "ranks": 2,
+            "fsdp": {"tensor_parallel": training},
             "dtype": "float32",
             "micro_batch_tokens": 64,
             "optimizer": {"learning_rate": 3e-3, "warmup_steps": 0},
@@ -55,7 +63,7 @@ def engine(request: pytest.FixtureRequest, policy: Path) -> Iterator[Engine]:
                 "max_tokens": 6,
                 "max_model_len": 64,
                 "kv_cache_bytes": 16 * 2**20,
-                "tensor_parallel_size": request.param,
+                "tensor_parallel_size": generation,
             },
             "start_timeout_s": 200,
             "step_timeout_s": 100,
@@ -69,16 +77,29 @@ def engine(request: pytest.FixtureRequest, policy: Path) -> Iterator[Engine]:
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
     try:
-        with start_groups(config, policy, seed=5, reward=None) as groups:
-            yield Engine(config, policy, groups.actor, groups.reference, groups.rollout)
+        with (
+            start_pools(config) as pools,
+            start_groups(config, policy, seed=5, reward=None, pools=nullcontext(pools)) as groups,
+        ):
+            rollouts = {"vllm": groups.rollout}
+            if generation == training == 1:
+                hf = "train.workers.hf_rollout:HfRolloutWorker"
+                rollouts["hf"] = pools["all"].group("hf", hf, policy=policy, config=config, seed=5)
+            yield Engine(config, policy, groups.actor, groups.reference, rollouts)
     finally:
         ray.shutdown()
 
 
-def sample(engine: Engine, prompts: int = 6, n: int = 4) -> tuple[list[list[int]], list[list[Sample]]]:
+def sample(
+    engine: Engine, backend: str = "vllm", prompts: int = 6, n: int = 4
+) -> tuple[list[list[int]], list[list[Sample]]]:
+    asked = some_prompts(engine, prompts)
+    return asked, engine.rollouts[backend].generate(asked, n=n)
+
+
+def some_prompts(engine: Engine, count: int) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(engine.policy)
-    asked = [tokenizer(item.prompt).input_ids for item in itertools.islice(items(1), prompts)]
-    return asked, engine.rollout.generate(asked, n=n)
+    return [tokenizer(item.prompt).input_ids for item in itertools.islice(items(1), count)]
 
 
 def pack(asked: list[list[int]], sampled: list[list[Sample]]) -> PackedBatch:
@@ -99,10 +120,26 @@ def by_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:
 
 
 def test_sharded_packed_logprobs_are_those_of_the_whole_model(engine: Engine) -> None:
-    batch = pack(*sample(engine))
-    expected = by_transformers(engine.policy, batch)
-    torch.testing.assert_close(engine.reference.log_probs(batch), expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(batch.behaviour_log_probs, expected, atol=1e-4, rtol=0)
+    for backend in engine.rollouts:
+        batch = pack(*sample(engine, backend))
+        expected = by_transformers(engine.policy, batch)
+        torch.testing.assert_close(engine.reference.log_probs(batch), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(batch.behaviour_log_probs, expected, atol=1e-4, rtol=0)
+
+
+def test_both_backends_give_the_same_tokens_the_same_logprobs(engine: Engine) -> None:
+    if "hf" not in engine.rollouts:
+        return
+    asked, sampled = sample(engine, "hf")
+    pairs = [(prompt, s.token_ids) for prompt, of in zip(asked, sampled, strict=True) for s in of]
+    by_vllm = engine.rollouts["vllm"].lend(Call("score", (pairs,), {"temperature": 1.0}))
+    by_hf = [s.log_probs for of in sampled for s in of]
+    for expected, found in zip(by_vllm, by_hf, strict=True):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=2e-5, rtol=0)
+    greedy = [rollout.generate(asked, n=0, greedy=True) for rollout in engine.rollouts.values()]
+    assert [[(s.token_ids, s.text, s.finish_reason) for s in of] for of in greedy[0]] == [
+        [(s.token_ids, s.text, s.finish_reason) for s in of] for of in greedy[1]
+    ]
 
 
 def test_attention_does_not_cross_sequences(engine: Engine) -> None:
@@ -117,10 +154,10 @@ def test_attention_does_not_cross_sequences(engine: Engine) -> None:
 
 
 def test_the_greedy_response_comes_last_and_each_of_its_tokens_is_the_likeliest(engine: Engine) -> None:
-    asked, _ = sample(engine, prompts=3, n=1)
-    sampled = engine.rollout.generate(asked, n=2, seed=1, greedy=True)
+    asked = some_prompts(engine, 3)
     model = AutoModelForCausalLM.from_pretrained(engine.policy, dtype=torch.float32)
-    for prompt, samples in zip(asked, sampled, strict=True):
+    by_backend = [rollout.generate(asked, n=2, seed=1, greedy=True) for rollout in engine.rollouts.values()]
+    for prompt, samples in zip(asked * len(by_backend), itertools.chain(*by_backend), strict=True):
         assert len(samples) == 3
         greedy = samples[-1].token_ids
         with torch.no_grad():
@@ -131,9 +168,10 @@ def test_the_greedy_response_comes_last_and_each_of_its_tokens_is_the_likeliest(
 def test_prompts_of_more_tokens_than_a_step_together_are_answered_as_alone(engine: Engine) -> None:
     asked = [[3 + i % 9, 3 + i // 9, *[4, 5] * 24] for i in range(90)]
     assert sum(map(len, asked)) > 4096, "vLLM's default"
-    together = engine.rollout.generate(asked, n=1, seed=1)
-    alone = engine.rollout.generate(asked[:2], n=1, seed=1)
-    assert [s[0].token_ids for s in together[:2]] == [s[0].token_ids for s in alone]
+    for backend, rollout in engine.rollouts.items():
+        together = rollout.generate(asked, n=1, seed=1)
+        alone = rollout.generate(asked[:2], n=1, seed=1)
+        assert [s[0].token_ids for s in together[:2]] == [s[0].token_ids for s in alone], backend
 
 
 def test_what_generates_after_an_update_is_what_was_trained_and_what_is_published(
@@ -148,10 +186,11 @@ def test_what_generates_after_an_update_is_what_was_trained_and_what_is_publishe
     updated = engine.actor.log_probs(batch)
     assert float((updated - before).abs().max()) > 1e-2, "the update must have changed the policy"
 
-    engine.rollout.load_actor_weights()
-    fresh = pack(*sample(engine))
-    trained = engine.actor.log_probs(fresh)
-    torch.testing.assert_close(fresh.behaviour_log_probs, trained, atol=1e-4, rtol=0)
+    for backend, rollout in engine.rollouts.items():
+        rollout.load_actor_weights(0)
+        fresh = pack(*sample(engine, backend))
+        trained = engine.actor.log_probs(fresh)
+        torch.testing.assert_close(fresh.behaviour_log_probs, trained, atol=1e-4, rtol=0)
 
     engine.actor.export(tmp_path)
     names = [set(safetensors_header(folder / "model.safetensors")) for folder in (tmp_path, engine.policy)]
@@ -163,5 +202,6 @@ def test_what_generates_after_an_update_is_what_was_trained_and_what_is_publishe
 
 
 def test_a_failing_worker_is_named_with_its_rank_and_its_error(engine: Engine) -> None:
-    with pytest.raises(WorkerError, match=r"rollout\.generate failed on rank \d[\s\S]*(ValueError|Error)"):
-        engine.rollout.generate([[1] * 500, [1] * 500], n=1)
+    for rollout in reversed(engine.rollouts.values()):
+        with pytest.raises(WorkerError, match=r"(rollout|hf)\.generate failed on rank \d[\s\S]*(ValueError|Error)"):
+            rollout.generate([[1] * 500, [1] * 500], n=1)

@@ -143,6 +143,15 @@ def test_large_models_move_no_more_than_a_fiftieth_above_the_least(ranks: int) -
         assert 0 <= received - least <= 0.002 * table.elements(model)
 
 
+@pytest.mark.parametrize("training", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_of_slices_of_tensor_parallel_training_they_move_no_more(ranks: int, training: int) -> None:
+    for model, t in table.MODELS:
+        received = max(elements_received(table.placed(model, ranks, t, training), table.slices(model, ranks, t)))
+        least = (ranks - t) / (t * ranks) * table.elements(model)
+        assert received - least <= 0.002 * table.elements(model)
+
+
 @pytest.mark.parametrize("ranks", [8, 512])
 def test_the_documented_table_is_what_the_plan_says(ranks: int) -> None:
     documented = (Path(train.__file__).parent / "README.md").read_text()

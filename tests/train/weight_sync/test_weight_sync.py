@@ -1,6 +1,6 @@
-"""Resharding between FSDP2 and vLLM in two processes that do both: biases, replicated heads, an untied padded head.
+"""Resharding between training and vLLM in processes that do both: biases, replicated heads, an untied padded head.
 
-The checks are the functions of reshard_ranks.py; they run once, in one start of the two processes.
+The checks are the functions of reshard_ranks.py; they run in one start of the processes for each case of sizes.
 """
 
 from __future__ import annotations
@@ -9,21 +9,26 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from loadtests.tiny_model import make_model_folder
 from tests.paths import ROOT
-from tests.train.reshard_ranks import CHECKS
+from tests.train.reshard_ranks import CHECKS, CHECKS_OF_SLICES
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+    folder = make_policy(tmp_path_factory.mktemp("policy"), key_value_heads=1, vocabulary=258)  # fewer heads than ranks
+    return run_checks(folder, ranks=2, engine=2, training=1)
 
-    folder = make_model_folder(tmp_path_factory.mktemp("policy"), 0)  # for its tokenizer
-    vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+
+def make_policy(home: Path, *, key_value_heads: int, vocabulary: int) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    folder = make_model_folder(home, 0)  # for its tokenizer
     torch.manual_seed(0)
     Qwen2ForCausalLM(
         Qwen2Config(
@@ -31,14 +36,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
             hidden_size=64,
             intermediate_size=96,
             num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,  # fewer than tensor-parallel ranks
+            num_attention_heads=2 * key_value_heads,
+            num_key_value_heads=key_value_heads,
             max_position_embeddings=64,
             tie_word_embeddings=False,
             eos_token_id=1,
             pad_token_id=0,
         )
     ).save_pretrained(folder)
+    return folder
+
+
+def run_checks(folder: Path, *, ranks: int, engine: int, training: int) -> dict[str, str | None]:
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -48,9 +57,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [*torchrun, "-m", "tests.train.reshard_ranks", str(folder)],
+        [*torchrun, "-m", "tests.train.reshard_ranks", str(folder), str(engine), str(training)],
         env=environment,
         cwd=ROOT,
         capture_output=True,
@@ -67,3 +76,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_resharding(results: dict[str, str | None], check: str) -> None:
     assert results[check] is None, results[check]
+
+
+# (ranks, those of an engine, those that share each layer in training): as many, more in training, more in an engine.
+@pytest.mark.parametrize(("ranks", "engine", "training"), [(2, 2, 2), (2, 1, 2), (4, 4, 2)])
+def test_slices_of_tensor_parallel_training_arrive(tmp_path: Path, ranks: int, engine: int, training: int) -> None:
+    policy = make_policy(tmp_path, key_value_heads=2, vocabulary=320)  # padding would make slices differ
+    found = run_checks(policy, ranks=ranks, engine=engine, training=training)
+    assert found == dict.fromkeys(check.__name__ for check in CHECKS_OF_SLICES)

@@ -6,6 +6,8 @@ the demonstrations' tokens of -log pi(token). Nothing is learned of the prompts.
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 from torch import Tensor
 
 from train.algorithms.base import Algorithm, Loss
@@ -13,7 +15,7 @@ from train.batch.packed import PackedBatch
 
 
 class SFT(Algorithm):
-    dataset = "demonstrations"
+    dataset: ClassVar[Literal["demonstrations"] | None] = "demonstrations"
 
     def loss(self, log_probs: Tensor, batch: PackedBatch) -> Loss:
         return -(log_probs * batch.response_mask).sum(), {"logp": log_probs}

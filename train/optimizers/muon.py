@@ -1,0 +1,119 @@
+"""Muon for the matrices of a sharded model, AdamW for all else, in one optimizer.
+
+Muon (Keller Jordan, kellerjordan.github.io/posts/muon) orthogonalises the momentum of a matrix, which takes all of it.
+So matrices are gathered, each rank computes the update of one, by ``torch.optim.Muon``, and sends it to all, who apply
+their slices (as in arXiv 2502.16982, section 2.3). The momentum is sharded as the matrix is. The scale of an update is
+that paper's (section 2.2), with which the learning rate and weight decay of AdamW suit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from train.model.hf_io import as_parameter, own_slice, whole_tensor
+
+MOMENTUM: Final = 0.95
+"""As in arXiv 2502.16982."""
+
+
+class Muon(torch.optim.Optimizer):
+    """Every rank must call ``step``, and has a gradient for the same parameters.
+
+    Args:
+        matrices: groups of parameters of two dimensions, each a DTensor, for Muon.
+        others: groups for AdamW.
+        device: where updates are computed, wherever the parameters are.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[dict[str, Any]],
+        others: Sequence[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        betas: tuple[float, float],
+        device: torch.device,
+    ) -> None:
+        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas) if others else None
+        rest = [] if self._adamw is None else self._adamw.param_groups
+        super().__init__([*({**group, "momentum": momentum} for group in matrices), *rest], {"lr": lr})
+        self._device = device
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if self._adamw is not None:
+            self._adamw.param_groups = [group for group in self.param_groups if "momentum" not in group]
+            self._adamw.state = self.state
+            self._adamw.step()
+        matrices = [
+            (p, group)
+            for group in self.param_groups
+            if "momentum" in group
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        ranks = torch.distributed.get_world_size()
+        for first in range(0, len(matrices), ranks):
+            self._step_turn(matrices[first : first + ranks])
+        return result
+
+    def _step_turn(self, matrices: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        """Of as many matrices as there are ranks, or fewer: each rank computes one."""
+        rank, own = torch.distributed.get_rank(), None
+        for owner, (p, group) in enumerate(matrices):
+            whole = whole_tensor(self._direction(p, group["momentum"]))
+            own = whole if owner == rank else own
+        if own is not None:
+            own = orthogonalised(own)
+        for owner, (p, group) in enumerate(matrices):
+            if owner == rank:
+                assert own is not None
+                update = own
+            else:
+                update = torch.empty(p.shape, dtype=p.dtype, device=self._device)
+            torch.distributed.broadcast(update, src=owner)
+            assert isinstance(p, DTensor)
+            part = p.to_local()
+            part.mul_(1 - group["lr"] * group["weight_decay"])
+            part.add_(update[own_slice(p)].to(part.device), alpha=-group["lr"])
+
+    def _direction(self, p: nn.Parameter, momentum: float) -> Tensor:
+        """Nesterov's, as ``torch.optim.Muon`` has it: sharded as ``p``, on the compute device."""
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        assert isinstance(p, DTensor)
+        assert isinstance(p.grad, DTensor)
+        gradient, buffer = p.grad.to_local(), state["momentum_buffer"].to_local()
+        buffer.lerp_(gradient, 1 - momentum)
+        return as_parameter(gradient.lerp(buffer, momentum).to(self._device), like=p).detach()
+
+
+def orthogonalised(matrix: Tensor) -> Tensor:
+    """What ``torch.optim.Muon`` takes from a parameter of zeros in its first step at a learning rate of 1."""
+    taken = nn.Parameter(torch.zeros_like(matrix))
+    taken.grad = matrix
+    torch.optim.Muon(
+        [taken], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    ).step()
+    return taken.detach().neg_()
+
+
+def orthogonalisation_flops(rows: int, columns: int) -> int:
+    """Of a matrix: five iterations, each of X Xᵀ, its square, and their product with X, where X is the wide way round.
+
+    >>> orthogonalisation_flops(3, 2) == 5 * (2 * 2 * 2 * 3 + 2 * 2**3 + 2 * 2 * 2 * 3)
+    True
+    """
+    m, n = min(rows, columns), max(rows, columns)
+    return 5 * (4 * m * m * n + 2 * m**3)
