@@ -1,12 +1,13 @@
 """What the console costs and how quick it is, beside a lake of a million scored rows: ``make bench-console``.
 
-A real server of a model of 3M parameters answers 16 clients, in turns: with nobody at the console ("off"), with the
-page Now open, which polls ("open"), and with a person besides who turns to another page every five seconds ("browsed").
-The order changes from round to round. Of the turns with the page open over those without, with 95 % intervals:
-``serving_ratio``: requests a second; ``processor_ratio``: processor time of all the server's processes an answer, which
-is what an answer costs where the processors are the limit, as here; noise moves it less than a rate.
-``processor_share``: what the server's processes but the engine's used more, over the turn's seconds and this machine's
-processors. ``browsed`` has the same three of the person's turns.
+A real server of a model of 3M parameters answers 16 clients, in turns: with the page Now open, which polls ("open"),
+and with nobody at the console ("off"). A machine's speed drifts by more than the bars over minutes, so turns are short,
+neighbours are compared, and the order changes from pair to pair. Of the turns with the page open over those without,
+with 95 % intervals: ``serving_ratio``: requests a second; ``processor_ratio``: processor time of all the server's
+processes an answer, which is what an answer costs where the processors are the limit, as here; noise moves it less than
+a rate. ``processor_share``: what the server's processes but the engine's used more, over the turn's seconds and this
+machine's processors. ``browsed`` has the same three with a person besides, who turns to another page every five
+seconds.
 
 Then, without other load, each page is fetched some times: ``page_ms`` has the median of each as a client sees it,
 the first visit apart, which may start the process that reads the lake. The last line is one JSON object.
@@ -36,9 +37,10 @@ from loadtests.server import MILLRACE, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
 CLIENTS, TOKENS = 16, 16
-TURN_S, WARM_UP_S, LOOK_S = 10.0, 5.0, 5.0
-LEAST_ROUNDS, NARROW = 8, 0.02
-STATES: Final = ("off", "open", "browsed")
+WARM_UP_S, LOOK_S = 5.0, 5.0
+# The page polls every two seconds, so that a turn with it open has its first request and two polls or three.
+TURN_S: Final = {"open": 5.0, "browsed": 10.0}
+LEAST_PAIRS, NARROW = 8, 0.02
 TIMES: Final = 15
 PAGES: Final = (
     "",
@@ -130,40 +132,48 @@ def used(server: Server) -> tuple[float, float]:
     return seconds[True], seconds[False]
 
 
-def alternate(server: Server, key: str, cookies: httpx.Cookies, until: float) -> dict[str, list[Turn]]:
-    """By state of the console, its turns."""
-    turns: dict[str, list[Turn]] = {state: [] for state in STATES}
-    while len(turns["off"]) < LEAST_ROUNDS or (not _is_narrow(turns) and time.monotonic() < until):
-        first = len(turns["off"]) % len(STATES)
-        for state in STATES[first:] + STATES[:first]:
-            if state == "off":
-                turns[state].append(turn(server, key, TURN_S))
-                continue
-            with Visitor(server.url, cookies, browsing=state == "browsed") as visitor:
-                turns[state].append(turn(server, key, TURN_S))
-            if visitor.events == 0:
-                raise SystemExit("the page Now sent no event")
-        last = {state: {"rate": round(of[-1].rate, 1), "cost": round(of[-1].cost, 5)} for state, of in turns.items()}
-        print(json.dumps({"round": len(turns["off"])} | last), flush=True)
+class Turns(NamedTuple):
+    """Turns in a state of the console, each with its neighbour without."""
+
+    ours: list[Turn]
+    without: list[Turn]
+
+    def costs(self) -> dict[str, paired.Ratio]:
+        return {
+            "serving_ratio": paired.ratio([one.rate for one in self.ours], [one.rate for one in self.without]),
+            "processor_ratio": paired.ratio([one.cost for one in self.ours], [one.cost for one in self.without]),
+        }
+
+    def share(self) -> float:
+        pairs = zip(self.ours, self.without, strict=True)
+        return round(statistics.fmean(ours.share - without.share for ours, without in pairs), 4)
+
+    def are_enough(self, until: float) -> bool:
+        if len(self.without) < LEAST_PAIRS:
+            return False
+        return time.monotonic() > until or max(ratio.width for ratio in self.costs().values()) <= NARROW
+
+
+def alternate(server: Server, key: str, cookies: httpx.Cookies, state: str, until: float) -> Turns:
+    turns = Turns([], [])
+    while not turns.are_enough(until):
+        if ours_first := len(turns.without) % 2 == 0:
+            turns.ours.append(visited_turn(server, key, cookies, state))
+        turns.without.append(turn(server, key, TURN_S[state]))
+        if not ours_first:
+            turns.ours.append(visited_turn(server, key, cookies, state))
+        ours, without = turns.ours[-1], turns.without[-1]
+        rates, costs = [round(ours.rate, 1), round(without.rate, 1)], [round(ours.cost, 5), round(without.cost, 5)]
+        print(json.dumps({"pair": len(turns.ours), state: {"rates": rates, "costs": costs}}), flush=True)
     return turns
 
 
-def _is_narrow(turns: dict[str, list[Turn]]) -> bool:
-    return max(ratio.width for ratio in costs(turns, "open").values()) <= NARROW
-
-
-def costs(turns: dict[str, list[Turn]], state: str) -> dict[str, paired.Ratio]:
-    """Of the turns of a state over those without."""
-    ours, without = turns[state], turns["off"]
-    return {
-        "serving_ratio": paired.ratio([one.rate for one in ours], [one.rate for one in without]),
-        "processor_ratio": paired.ratio([one.cost for one in ours], [one.cost for one in without]),
-    }
-
-
-def share(turns: dict[str, list[Turn]], state: str) -> float:
-    pairs = zip(turns[state], turns["off"], strict=True)
-    return round(statistics.fmean(ours.share - without.share for ours, without in pairs), 4)
+def visited_turn(server: Server, key: str, cookies: httpx.Cookies, state: str) -> Turn:
+    with Visitor(server.url, cookies, browsing=state == "browsed") as visitor:
+        seen = turn(server, key, TURN_S[state])
+    if visitor.events == 0:
+        raise SystemExit("the page Now sent no event")
+    return seen
 
 
 def pages(url: str, cookies: httpx.Cookies, times: int) -> dict[str, float]:
@@ -206,17 +216,18 @@ def main() -> None:
                 client.get("/console/").raise_for_status()
                 cookies = client.cookies
             turn(server, key, WARM_UP_S)
-            turns = alternate(server, key, cookies, time.monotonic() + options.minutes * 60)
+            opened = alternate(server, key, cookies, "open", time.monotonic() + options.minutes * 60)
+            browsed = alternate(server, key, cookies, "browsed", time.monotonic() + options.minutes * 60 / 4)
             time_of = pages(server.url, cookies, TIMES)
-    opened, browsed = costs(turns, "open"), costs(turns, "browsed")
+    ratios = opened.costs()
     slowest, median = max(time_of, key=lambda page: time_of[page]), statistics.median(time_of.values())
     figures = {
-        **{name: round(ratio.value, 4) for name, ratio in opened.items()},
-        "processor_share": share(turns, "open"),
-        "browsed": {name: [round(ratio.value, 4), *ratio.interval()] for name, ratio in browsed.items()}
-        | {"processor_share": share(turns, "browsed")},
-        "rounds": len(turns["off"]),
-        "requests_per_s": round(statistics.median(one.rate for one in turns["off"]), 1),
+        **{name: round(ratio.value, 4) for name, ratio in ratios.items()},
+        "processor_share": opened.share(),
+        "browsed": {name: [round(ratio.value, 4), *ratio.interval()] for name, ratio in browsed.costs().items()}
+        | {"processor_share": browsed.share()},
+        "pairs": len(opened.ours),
+        "requests_per_s": round(statistics.median(one.rate for one in opened.without), 1),
         "rows": options.rows,
         "page_ms": time_of,
         "slowest_page": slowest,
@@ -224,8 +235,8 @@ def main() -> None:
         "bars": {
             name: {
                 "bar": f"{relation} {bar}",
-                "verdict": opened[name].judge(relation, bar),
-                "interval": opened[name].interval(),
+                "verdict": ratios[name].judge(relation, bar),
+                "interval": ratios[name].interval(),
             }
             for name, relation, bar in (("serving_ratio", "at least", 0.98), ("processor_ratio", "at most", 1.02))
         }
