@@ -84,16 +84,16 @@ bench-async: setup     ## measure responses that go on while training learns aga
 	$(BIN)/python -m loadtests.bench_async $(ARGS)
 
 bench-resident: setup  ## measure workers that stay between cycles over 50 of them; the last line is JSON
-	$(BIN)/python -m deploy.examples.bench.resident $(ARGS)
+	$(BIN)/python -m deploy.examples.bench.training.resident $(ARGS)
 
 bench-traffic: setup   ## measure what a run's driver reads of a lake of 100M tokens, and its memory; the last line is JSON
 	$(BIN)/python -m loadtests.bench_traffic $(ARGS)
 
 bench-tp: setup        ## measure training with tensor parallelism against FSDP alone, on two ranks; the last line is JSON
-	$(BIN)/python -m deploy.examples.bench.tensor_parallel $(ARGS)
+	$(BIN)/python -m deploy.examples.bench.training.tensor_parallel $(ARGS)
 
 bench-plan: setup      ## compare what a plan predicts with what training takes, in 22 configurations: about 10 minutes; the last line is JSON
-	$(BIN)/python -m deploy.examples.bench.plan $(ARGS)
+	$(BIN)/python -m deploy.examples.bench.training.plan $(ARGS)
 
 learn: setup           ## prove that the algorithms learn: about 17 minutes; the last line is JSON
 	$(BIN)/python -m deploy.examples.learn $(ARGS)

@@ -19,8 +19,8 @@ import click
 
 from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
-from feedback.process_exit import end_process
-from feedback.process_signals import Stopped
+from feedback.processes.exit import end_process
+from feedback.processes.signals import Stopped
 from feedback.user_code import search_last
 
 
@@ -41,7 +41,7 @@ COMMANDS: Final = {
     "score": "deploy.commands.loop:score",
     "train": "deploy.commands.loop:train",
     "evaluate": "deploy.commands.loop:evaluate",
-    "estimate": "deploy.commands.estimate:estimate",
+    "estimate": "deploy.commands.gate.estimate:estimate",
     "cycle": "deploy.commands.loop:cycle",
     "policies": "deploy.commands.policy:policies",
     "reward-models": "deploy.commands.policy:reward_models",
@@ -50,12 +50,12 @@ COMMANDS: Final = {
     "rollback": "deploy.commands.policy:rollback",
     "history": "deploy.commands.policy:history",
     "keys": "deploy.commands.keys:keys",
-    "lake": "deploy.commands.lake:lake",
-    "data": "deploy.commands.data:data",
-    "suite": "deploy.commands.suite:suite",
-    "decisions": "deploy.commands.decisions:decisions",
-    "experiment": "deploy.commands.experiment:experiment",
-    "power": "deploy.commands.decisions:power",
+    "lake": "deploy.commands.lake.group:lake",
+    "data": "deploy.commands.lake.data:data",
+    "suite": "deploy.commands.gate.suite:suite",
+    "decisions": "deploy.commands.gate.decisions:decisions",
+    "experiment": "deploy.commands.gate.experiment:experiment",
+    "power": "deploy.commands.gate.decisions:power",
     "status": "deploy.commands.inspect:status",
     "report": "deploy.commands.inspect:report",
     "doctor": "deploy.commands.inspect:doctor",

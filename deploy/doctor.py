@@ -337,7 +337,7 @@ def _object_stores(settings: Settings) -> Iterable[Check]:
         return
     from serve.policies.folder import PolicyError
     from serve.policies.object_store import POLICIES, ObjectStore
-    from train.run.run_store import RUNS
+    from train.run.recovery.run_store import RUNS
 
     for name, config, contents in (("policy store", policies, POLICIES), ("run store", runs, RUNS)):
         if config.uri is None:

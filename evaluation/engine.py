@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig
-from feedback.resident_socket import ask, connect, end_workers, wait_until_gone
+from feedback.processes.resident_socket import ask, connect, end_workers, wait_until_gone
 from serve.generation.request import nothing_was_left, sampled_logprobs
 from serve.kv_cache import BATCH_SHARE, available_memory, fit_engine
 from serve.policies.folder import compute_dtype, fingerprint

@@ -8,8 +8,5 @@ from texts what must not be kept), then follow a row: ``journal`` (durable on th
 For all of them: ``config`` (settings of the journal, the lake, feedback and scoring), ``settings_base`` (the base of
 every group of settings, here and elsewhere), ``files`` (the only place that writes atomically, fsyncs or locks),
 ``ids`` (time-ordered ids, UUID version 7), ``sampling_parameters`` (which distribution a response was sampled from),
-``user_code`` (where the user's own modules are found), ``process_signals`` (signals that are another process's to
-handle), ``process_exit`` (how a process ends: with its parent, without teardown), ``fork_server``
-(processes that are forked from one that has imported what they need), ``resident_socket`` (how a stage reaches workers
-that stay between cycles).
+``user_code`` (where the user's own modules are found), ``processes`` (how they begin, end and reach each other).
 """

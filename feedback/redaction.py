@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from feedback.config import CaptureConfig
-from feedback.process_signals import stop_signals_blocked
+from feedback.processes.signals import stop_signals_blocked
 from feedback.user_code import search_path
 
 log = logging.getLogger(__name__)

@@ -1,10 +1,10 @@
 """What sampling over several steps (train.rollout.staleness) saves: ``python -m loadtests.bench_async``.
 
 The lengths of responses are spread as they are in reality (``loadtests.countdown``). Runs of each way, processes of
-their own (``python -m deploy.examples.bench.asynchronous``, which takes the arguments that this one does not know),
-take turns, in an order that changes from round to round. The last line is JSON: ``async_over_sync`` is of the tokens
-trained on per second, with its interval; ``reward_difference`` of the mean rewards of the last steps, async less sync,
-after the same number of samples. It fails if the speed is below ``--least``, or the rewards differ beyond noise.
+their own (``python -m deploy.examples.bench.training.asynchronous``, which takes the arguments that this one does not
+know), take turns, in an order that changes from round to round. The last line is JSON: ``async_over_sync`` is of the
+tokens trained on per second, with its interval; ``reward_difference`` of the mean rewards of the last steps, async less
+sync, after the same number of samples. It fails if the speed is below ``--least``, or the rewards differ beyond noise.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
 
 def run(arguments: list[str], timeout_s: float) -> dict[str, Any]:
     """What a run says of itself."""
-    command = [sys.executable, "-P", "-m", "deploy.examples.bench.asynchronous", *arguments]
+    command = [sys.executable, "-P", "-m", "deploy.examples.bench.training.asynchronous", *arguments]
     done = subprocess.run(command, check=True, timeout=timeout_s, stdout=subprocess.PIPE, text=True)
     line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{"))
     found: dict[str, Any] = json.loads(line)

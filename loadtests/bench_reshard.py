@@ -1,8 +1,8 @@
 """Resharding by plan against gathering whole tensors: ``make bench-reshard``.
 
 For each number of ranks, of those that share an engine and of those that share each layer in training, torchrun starts
-that many processes of ``python -m deploy.examples.bench.reshard`` over gloo, each with a rank of training and one of
-vLLM, and a model of 25M parameters in bfloat16. There the two ways take turns. Bytes are the most that any rank
+that many processes of ``python -m deploy.examples.bench.training.reshard`` over gloo, each with a rank of training and
+one of vLLM, and a model of 25M parameters in bfloat16. There the two ways take turns. Bytes are the most that any rank
 receives, counted at the collectives.
 
 ``received``, by plan; ``least``, what a rank must receive: (N - t)/(tN) of the tensors that are cut in t, (N - 1)/N of
@@ -85,7 +85,7 @@ def run_case(model: Path, ranks: int, tp: int, training_tp: int, rounds: int) ->
     options = ["--policy", str(model), "--tp", str(tp), "--training-tp", str(training_tp), "--rounds", str(rounds)]
     options += ["--bucket-bytes", str(BUCKET_BYTES)]
     done = subprocess.run(
-        [*torchrun, "-m", "deploy.examples.bench.reshard", *options],
+        [*torchrun, "-m", "deploy.examples.bench.training.reshard", *options],
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,

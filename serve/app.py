@@ -21,8 +21,8 @@ from starlette.applications import Starlette
 
 from feedback.config import FeedbackConfig
 from feedback.files import LockTimeoutError, locked, make_folder
-from feedback.process_exit import end_process, end_with_parent, skip_teardown
-from feedback.process_signals import handled_by, handled_signals
+from feedback.processes.exit import end_process, end_with_parent, skip_teardown
+from feedback.processes.signals import handled_by, handled_signals
 from serve import http
 from serve.api import admin, completions, documentation, experiments, feedback, generate
 from serve.api.fast_routes import Direct

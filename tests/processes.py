@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from feedback.fork_server import ForkedProcess, fork
+from feedback.processes.fork_server import ForkedProcess, fork
 
 _PATIENCE_S = 120.0  # until the session's fork server has imported what it imports
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from train.config.training import TrainConfig
 from train.context import JobContext
 from train.observe.progress import say
-from train.run.failure import KILLED, JobError
+from train.run.recovery.failure import KILLED, JobError
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

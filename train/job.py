@@ -37,14 +37,14 @@ from train.observe.resources import ResourceMonitor
 from train.observe.trackers import Watchers
 from train.run.best_weights import BestWeights, best_of, folder_of
 from train.run.checkpoints import Checkpoints
-from train.run.erasures import Erasures
 from train.run.publish import publish
 from train.run.record import keep_data
-from train.run.restarts import note_ranks, read_restarts
-from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run
+from train.run.recovery.erasures import Erasures
+from train.run.recovery.restarts import note_ranks, read_restarts
+from train.run.recovery.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run
+from train.run.recovery.unfinished import Stores, forget
 from train.run.reward_model import keep, publish_reward_model
 from train.run.shared_run import SharedRun, shared_run
-from train.run.unfinished import Stores, forget
 from train.workers.resident_pools import ResidentPools
 from train.workers.role_groups import start_groups
 
@@ -59,7 +59,7 @@ def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None
     A run of the same name that was killed goes on from its last checkpoint; one that has published returns that policy.
 
     A run that is not well (train/observe/health.py), has nothing to learn from, or has learned from rows that were
-    erased meanwhile (train/run/erasures.py), ends early: the result has no candidate, and the reason.
+    erased meanwhile (train/run/recovery/erasures.py), ends early: the result has no candidate, and the reason.
 
     Raises:
         serve.vllm.compat.IncompatibleVersion: an installed package is not the one whose internals are used.

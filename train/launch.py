@@ -29,10 +29,10 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from feedback.fork_server import PARENT, ForkedProcess, fork
-from feedback.process_exit import end_process, skip_teardown, teardown_is_skipped
-from feedback.process_signals import Stopped, stop_on_signals
-from feedback.resident_socket import GONE_S, ask, connect, hang_up, wait_until_gone
+from feedback.processes.exit import end_process, skip_teardown, teardown_is_skipped
+from feedback.processes.fork_server import PARENT, ForkedProcess, fork
+from feedback.processes.resident_socket import GONE_S, ask, connect, hang_up, wait_until_gone
+from feedback.processes.signals import Stopped, stop_on_signals
 from feedback.user_code import search_last, search_path
 from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
 from serve.local_ray.reaper import end_marked
@@ -54,10 +54,10 @@ from train.controller.heartbeat import Watch, driver_heartbeat, driver_step, for
 from train.controller.torchrun_guard import end_with_starter
 from train.job import run
 from train.observe.progress import say
-from train.run.failure import KILLED, JobError, of_exception
-from train.run.failure import keep as keep_failure
 from train.run.record import ERROR
-from train.run.resume import only_supervisor
+from train.run.recovery.failure import KILLED, JobError, of_exception
+from train.run.recovery.failure import keep as keep_failure
+from train.run.recovery.resume import only_supervisor
 from train.supervisor import supervise
 from train.workers.fewer_ranks import fitting
 from train.workers.resident_pools import ResidentPools, stays

@@ -2,8 +2,9 @@
 
 deploy/supervise/resident.py starts this process when a stage first asks, and ends it with its owner.
 
-One request is worked on at a time (feedback/resident_socket.py says which there are). Between two of them models and
-optimizers are gone, and engines sleep; nothing but Ray's daemons wakes up. The process ends, and nothing of it is left:
+One request is worked on at a time (feedback/processes/resident_socket.py says which there are). Between two of them
+models and optimizers are gone, and engines sleep; nothing but Ray's daemons wakes up. The process ends, and nothing of
+it is left:
 
 - when nobody has asked for ``train.resident.idle_seconds``, or the machine's memory runs short meanwhile;
 - when a run or an answer fails, or who asked has gone: the next request gets a new process;
@@ -30,7 +31,7 @@ from typing import Any, Final
 
 from evaluation.config import EngineConfig
 from feedback.files import replace_file
-from feedback.resident_socket import GONE_S, Listener, hung_up
+from feedback.processes.resident_socket import GONE_S, Listener, hung_up
 from feedback.user_code import search_last
 from serve.kv_cache import available_memory, machine_memory
 from serve.policies.store import Policy

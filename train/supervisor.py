@@ -13,16 +13,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from feedback.process_exit import SIGNALLED
+from feedback.processes.exit import SIGNALLED
 from train.checkpoint.folders import checkpoints, step_of, torn
 from train.config.sections import RestartsConfig
 from train.config.training import TrainConfig
 from train.context import RESULT, JobContext, JobResult
 from train.controller.heartbeat import Watch, driver_step
 from train.observe.progress import say
-from train.run.failure import FAILURE, MEMORY_ADVICE, Failure, JobError, final_reason, of_job
 from train.run.record import ERROR
-from train.run.restarts import RESTARTS, Restart, add_restart
+from train.run.recovery.failure import FAILURE, MEMORY_ADVICE, Failure, JobError, final_reason, of_job
+from train.run.recovery.restarts import RESTARTS, Restart, add_restart
 
 _LONGEST_BACKOFF_S: Final = 60.0
 _WORDS: Final = {"lost": "it lost a process", "hung": "it hung", "crashed": "a process crashed"}

@@ -19,7 +19,7 @@ from deploy.commands.common import as_json_option, json_out, log_lines, pass_set
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import lineage, promotion
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers
-from feedback.process_signals import stop_on_signals
+from feedback.processes.signals import stop_on_signals
 from serve.policies.folder import PolicyError
 from serve.policies.store import PolicyStore
 
@@ -275,7 +275,7 @@ def evaluate(
     if as_json and not harness_results:
         raise click.UsageError("--json is of --harness-results; --json-out FILE writes a result")
     if harness_results:
-        from deploy.commands import harness as harnesses
+        from deploy.commands.gate import harness as harnesses
 
         harnesses.show(settings, as_json=as_json)
         return
@@ -289,7 +289,7 @@ def evaluate(
             return
         if incumbent is not None:
             raise click.UsageError("--environment evaluates one policy: leave --incumbent out")
-        from deploy.commands import environment as environments
+        from deploy.commands.gate import environment as environments
 
         write_result(environments.run(settings, environment, candidate, endpoint=endpoint), json_out)
         return
@@ -299,7 +299,7 @@ def evaluate(
         raise click.UsageError("--harness evaluates one policy: leave --incumbent out")
     if not tasks:
         raise click.UsageError(f"name what {harness} is to run: --tasks A,B")
-    from deploy.commands import harness as harnesses
+    from deploy.commands.gate import harness as harnesses
     from evaluation.harness.run import HarnessRequest
 
     request = HarnessRequest(tuple(tasks.split(",")), limit, include_path, model_args, arguments)

@@ -128,7 +128,7 @@ def reward_models(ctx: click.Context, settings: Settings, as_json: bool) -> None
 
 
 def _policies(settings: Settings) -> dict[str, Kept]:
-    from train.run.unfinished import needed_by_runs
+    from train.run.recovery.unfinished import needed_by_runs
 
     store, runs = settings.policy_store(), settings.resolved().train.runs
 
@@ -148,7 +148,7 @@ def _first_policies(store: PolicyStore) -> dict[int, str]:
 
 def _reward_models(settings: Settings) -> dict[str, Kept]:
     """By what they are for."""
-    from train.run.unfinished import needed_by_runs
+    from train.run.recovery.unfinished import needed_by_runs
 
     train, stores = settings.resolved().train, settings.stores()
 
@@ -163,7 +163,7 @@ def _reward_models(settings: Settings) -> dict[str, Kept]:
 
 def _named(settings: Settings, store: PolicyStore) -> dict[int, str]:
     """Version -> which setting names its folder, of those that reward or that a critic begins with, in all stages."""
-    from train.run.unfinished import named_versions
+    from train.run.recovery.unfinished import named_versions
 
     named: dict[int, str] = {}
     for own in (settings, *map(settings.of_stage, settings.cycle.stages)):

@@ -137,8 +137,8 @@ def prune_runs(settings: Settings, dry_run: bool, json_out: Path | None) -> None
     The schedule does it after the lake's maintenance.
     """
     from deploy.loop.records import load_all
+    from train.run.recovery.unfinished import give_up
     from train.run.retention import kept_runs, run_folders
-    from train.run.unfinished import give_up
 
     train = settings.resolved().train
     trained = [record for record in load_all(settings) if record.run is not None][-1:]

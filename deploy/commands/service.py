@@ -15,7 +15,7 @@ from deploy.config import root, wording
 from deploy.config.root import ConfigError, Settings
 from deploy.config.sources import DEFAULT_FILE
 from deploy.supervise.children import no_leftovers
-from feedback.process_signals import Stopped, stop_on_signals
+from feedback.processes.signals import Stopped, stop_on_signals
 
 replicas = click.option(
     "--replicas",

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from evaluation.judging import Sources
     from feedback.lake.tables import Lake
     from serve.policies.store import PolicyStore
-    from train.run.run_store import RunStore
-    from train.run.unfinished import Stores
+    from train.run.recovery.run_store import RunStore
+    from train.run.recovery.unfinished import Stores
 
 __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
 
@@ -601,7 +601,7 @@ class Settings(Section):
     def stores(self) -> Stores:
         """Of policies, of reward models, and of those that evaluation scores by."""
         from serve.policies.store import PolicyStore
-        from train.run.unfinished import Stores
+        from train.run.recovery.unfinished import Stores
 
         folders = (self.train.reward_model.folder, self.evaluation.reward_model_folder)
         return Stores(self.policy_store(), *(PolicyStore(self.path(folder)) for folder in folders))
@@ -610,7 +610,7 @@ class Settings(Section):
         """The object store that has the runs; None if they are on this machine alone."""
         if self.train.run_store.uri is None:
             return None
-        from train.run.run_store import open_runs
+        from train.run.recovery.run_store import open_runs
 
         return open_runs(self.train.run_store)
 

@@ -24,7 +24,7 @@ from deploy.config import root
 from deploy.config.root import Settings
 from deploy.console.pages import compare, data, keys, labels, now, playground, policies, traffic
 from deploy.console.pages.visit import Answer, NotThere, Visit, page_of_error
-from feedback.process_exit import end_process
+from feedback.processes.exit import end_process
 from serve.observability.audit import AuditLog
 from serve.reading.reader import LINE_BYTES
 

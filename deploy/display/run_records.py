@@ -11,7 +11,7 @@ from deploy.display.tables import printable, table
 from train.observe.progress import duration
 from train.observe.resource_file import Rank
 from train.run.record import RunRecord, values
-from train.run.restarts import Restart
+from train.run.recovery.restarts import Restart
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _WIDTH: Final = 40

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import promotion, recipes
-from deploy.loop.killed_runs import judged_before, passed_before, unfinished_training
 from deploy.loop.preflight import check
 from deploy.loop.records import (
     EVALUATION_REWARD_MODEL,
@@ -28,6 +27,7 @@ from deploy.loop.records import (
     without_candidate,
     write,
 )
+from deploy.loop.recovery.killed_runs import judged_before, passed_before, unfinished_training
 from deploy.loop.traces import span, traced
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise import preloaded, resident
@@ -39,11 +39,11 @@ from evaluation.decisions.plan import declared
 from evaluation.suites.suite import Suite, SuiteError
 from feedback.datasets import count_on_policy
 from feedback.files import locked
-from feedback.process_exit import SIGNALLED
-from feedback.process_signals import Stopped
+from feedback.processes.exit import SIGNALLED
+from feedback.processes.signals import Stopped
 from serve.policies.retention import retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore
-from train.run.unfinished import give_up
+from train.run.recovery.unfinished import give_up
 
 if TYPE_CHECKING:
     from serve.observability.tracing import Tracing
@@ -81,7 +81,7 @@ def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> Cycl
     with locked(folder / ".lock", LOCK_WAIT_S, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
         if settings.train.run_store.uri is not None:
-            from deploy.loop.other_machines import take_over  # obstore is loaded where it is used
+            from deploy.loop.recovery.other_machines import take_over  # obstore is loaded where it is used
 
             if busy := take_over(settings, say):
                 raise CycleBusy(busy)

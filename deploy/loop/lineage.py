@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from feedback.lake.tables import Lake
     from feedback.maintenance.erasure import Found
     from serve.policies.store import PolicyStore
-    from train.run.unfinished import Stores
+    from train.run.recovery.unfinished import Stores
 
 
 Kind = Literal["policy", "reward model", "evaluation reward model", "unfinished run"]
@@ -85,7 +85,7 @@ def trained_on(stores: Stores, lake: Lake, found: Found) -> list[Trained]:
 
 def runs_with(runs: Path, lake: Lake, found: Found) -> list[Trained]:
     """The runs of a folder that are not finished and have read some rows; also of other machines that share it."""
-    from train.run.unfinished import unfinished_runs
+    from train.run.recovery.unfinished import unfinished_runs
 
     return [
         Trained("unfinished run", run.name, *own, holder=run.holder)
@@ -96,7 +96,7 @@ def runs_with(runs: Path, lake: Lake, found: Found) -> list[Trained]:
 
 def parents_of_runs(runs: Path) -> dict[int, str]:
     """Version -> why it is needed, of the parents of a folder's runs that are at work or may go on."""
-    from train.run.unfinished import START, unfinished_runs
+    from train.run.recovery.unfinished import START, unfinished_runs
 
     needed = {}
     for run in unfinished_runs(runs):

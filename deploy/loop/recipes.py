@@ -21,7 +21,7 @@ from feedback.settings_base import IN_CLEAR
 from serve.policies.store import PolicyStore
 from train.config.algorithms import DISTILL
 from train.config.training import TrainConfig
-from train.run.resume_settings import started
+from train.run.recovery.resume_settings import started
 
 if TYPE_CHECKING:
     from train.data.feedback_items import OfflineData

@@ -15,7 +15,7 @@ from typing import IO, Final, Self
 
 from deploy.config.root import Settings, child_environment
 from deploy.supervise import subreaper
-from feedback.fork_server import ForkedProcess, fork
+from feedback.processes.fork_server import ForkedProcess, fork
 
 NOTHING_TO_LEARN: Final = 3
 """Exit code of `millrace train` where there was nothing to learn from, and nothing went wrong."""

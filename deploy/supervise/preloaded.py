@@ -26,14 +26,14 @@ from typing import Any, Final
 
 from deploy.supervise import subreaper
 from deploy.supervise.children import child_variables
-from feedback import fork_server
-from feedback.process_exit import end_with_parent
-from feedback.process_signals import stop_signals_blocked
+from feedback.processes import fork_server
+from feedback.processes.exit import end_with_parent
+from feedback.processes.signals import stop_signals_blocked
 
 _MODULES: Final = (
     "deploy.cli",
     "deploy.commands.loop",
-    "deploy.commands.suite",
+    "deploy.commands.gate.suite",
     "deploy.loop.cycle",
     "train.job",
     "train.launch",

@@ -23,8 +23,8 @@ import psutil
 
 from deploy.config.root import Settings
 from deploy.supervise.children import Child, no_leftovers
-from feedback.process_signals import Stopped, stop_on_signals
-from feedback.resident_socket import ADDRESS, Listener, listen
+from feedback.processes.resident_socket import ADDRESS, Listener, listen
+from feedback.processes.signals import Stopped, stop_on_signals
 
 STATE: Final = ".resident.json"
 """In the home: since when resident workers are there, and what they do."""

@@ -28,8 +28,8 @@ from typing import NoReturn
 
 import psutil
 
-from feedback.fork_server import ADDRESS, ForkServer, Job, listen
-from feedback.process_exit import end_with_parent
+from feedback.processes.exit import end_with_parent
+from feedback.processes.fork_server import ADDRESS, ForkServer, Job, listen
 
 _PR_SET_CHILD_SUBREAPER = 36
 _LEFTOVER_GRACE_S = 3.0

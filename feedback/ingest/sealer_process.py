@@ -27,7 +27,7 @@ from feedback.files import LockTimeoutError
 from feedback.ingest.deduplication import take_counts
 from feedback.ingest.seal import seal
 from feedback.lake.tables import Lake, LakeError
-from feedback.process_signals import stop_signals_blocked
+from feedback.processes.signals import stop_signals_blocked
 from feedback.settings_base import IN_CLEAR
 
 log = logging.getLogger(__name__)

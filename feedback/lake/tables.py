@@ -25,7 +25,7 @@ from feedback.journal.segment import Segment
 from feedback.lake.data_files import Store, TableFiles, data_files, dates
 from feedback.lake.delta_log import drop_torn_commits, make_log_durable
 from feedback.lake.views import CURRENT_REWARDS, connect, create_view, is_file_gone, unreadable_features
-from feedback.process_exit import skip_teardown
+from feedback.processes.exit import skip_teardown
 from feedback.schema import SCHEMA_VERSION, TABLES, TIME_COLUMN
 
 log = logging.getLogger(__name__)

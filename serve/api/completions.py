@@ -1,6 +1,6 @@
 """``/v1/completions``, ``/v1/chat/completions`` and ``/v1/models``, as OpenAI's clients speak to them.
 
-vLLM's own handlers answer; ``serve.vllm.openai_engine`` records what they get from the engine. An answer's ``id``
+vLLM's own handlers answer; ``serve.vllm.openai.engine`` records what they get from the engine. An answer's ``id``
 is ``cmpl-U`` or ``chatcmpl-U``. U is the response_id of choice 0, ``U:i`` that of choice i, and ``/feedback`` takes
 each of them with the prefix too.
 """
@@ -30,7 +30,7 @@ from serve.recorded_request import ActiveRequest
 
 if TYPE_CHECKING:
     from serve.runtime import Server
-    from serve.vllm.openai_request import OpenAIRequest
+    from serve.vllm.openai.request import OpenAIRequest
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ def _message_type() -> TypeAdapter[Any]:
 
 def _openai_request(request: Request, understood: Understood, server: Server) -> OpenAIRequest:
     """The request as its rows need it, and as the handlers' engine finds it."""
-    from serve.vllm.openai_request import OpenAIRequest, current
+    from serve.vllm.openai.request import OpenAIRequest, current
 
     labels, principal = understood.labels, request.scope["principal"]
     if understood.body.get("max_tokens") == 0 and server.records(principal, store=understood.store):
@@ -273,7 +273,7 @@ def _problem(error: Exception, active: ActiveRequest, kind: Kind) -> Exception:
     from vllm.entrypoints.serve import create_error_response
     from vllm.exceptions import VLLMValidationError
 
-    from serve.vllm.openai_request import Interrupted
+    from serve.vllm.openai.request import Interrupted
 
     if isinstance(error, Interrupted):
         return error.problem

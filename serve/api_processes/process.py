@@ -33,7 +33,7 @@ from serve.recorder import Recorder, Redaction, UnstoredResponses
 from serve.vllm.engine import Engine
 
 if TYPE_CHECKING:
-    from serve.vllm.openai_handlers import Handlers
+    from serve.vllm.openai.handlers import Handlers
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class ApiProcess(ABC):
 
     def _load_handlers(self) -> None:
         # vLLM's entrypoints: a quarter of a second, after the engine's own imports.
-        from serve.vllm.openai_handlers import Handlers
+        from serve.vllm.openai.handlers import Handlers
 
         self.openai = Handlers(self.engine, self.config.openai, self.config.model_name)
 

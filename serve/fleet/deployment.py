@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from feedback.config import FeedbackConfig
-from feedback.process_signals import STOPPING, StopSignal, handled_by, handled_signals
+from feedback.processes.signals import STOPPING, StopSignal, handled_by, handled_signals
 from serve.config import FleetConfig, ServeConfig
 from serve.fleet.assignment import HEADER
 from serve.fleet.controller import Controller

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import psutil
 
-from feedback.process_signals import stop_signals_blocked
+from feedback.processes.signals import stop_signals_blocked
 from feedback.user_code import search_path
 from serve.middleware.keyring import is_loopback
 

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from feedback.process_signals import stop_signals_blocked
+from feedback.processes.signals import stop_signals_blocked
 
 log = logging.getLogger(__name__)
 

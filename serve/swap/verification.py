@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
-from feedback.process_exit import end_with_parent
+from feedback.processes.exit import end_with_parent
 from serve.policies.folder import fingerprint
 from serve.policies.store import PolicyError, PolicyStore
 

@@ -10,8 +10,7 @@ What comes out: ``response_collector`` (vLLM's scheduler: sends whole responses,
 token), ``per_request_logprobs`` (vLLM's sampler, mended where one request asks for the logprobs of certain tokens),
 ``offline_worker`` (an evaluation's other weights, and its log-probabilities of given tokens at another temperature),
 ``detokenizer`` (text of tokens while they come), ``stat_logger`` (the engine's newest numbers, for admission and
-metrics). For /v1: ``openai_handlers`` (vLLM's own OpenAI handlers over our engine), ``openai_engine`` (what they take
-for the engine: every response is recorded on its way), ``openai_request`` (one HTTP request, and what its rows say of
-it). For training: ``tool_calls`` (calls in a response, found by vLLM's parsers). ``compat``
-(what is used beyond public interfaces, and the versions it was tested with).
+metrics). For /v1: ``openai`` (vLLM's own OpenAI handlers over our engine). For training: ``tool_calls`` (calls in a
+response, found by vLLM's parsers). ``compat`` (what is used beyond public interfaces, and the versions it was tested
+with).
 """

@@ -19,7 +19,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from feedback.process_signals import stop_signals_blocked
+from feedback.processes.signals import stop_signals_blocked
 from serve.config import EngineConfig
 from serve.kv_cache import SERVER_SHARE, KVCache, fit_engine
 from serve.local_ray.cluster import environment, loopback_sockets

@@ -33,7 +33,7 @@ USES: Final = {
     "vllm.v1.engine.async_llm": (
         "AsyncLLM.add_request AsyncLLM.check_admission AsyncLLM.collective_rpc AsyncLLM.errored "
         "AsyncLLM.from_vllm_config",
-        "serve.vllm.engine and serve.vllm.openai_engine: AsyncLLM is what vLLM's own server is built on, and promises "
+        "serve.vllm.engine and serve.vllm.openai.engine: AsyncLLM is what vLLM's own server is built on, and promises "
         "no stable interface",
     ),
     "vllm.v1.engine.core_client": (
@@ -77,7 +77,7 @@ USES: Final = {
     ),
     "vllm.v1.engine": (
         "EngineCoreOutput.kv_transfer_params EngineCoreOutputs.weight_version FinishReason.ABORT",
-        "serve.vllm.response_collector, serve.vllm.engine, serve.vllm.openai_engine: kv_transfer_params is the only "
+        "serve.vllm.response_collector, serve.vllm.engine, serve.vllm.openai.engine: kv_transfer_params is the only "
         "field that the engine's process fills freely and that RequestOutput hands on unchanged. It carries logprobs "
         "as plain numbers, the time of the first token and the policies' spans; no KV connector is configured, so "
         "nothing else uses it",

@@ -317,7 +317,7 @@ class Engine:
             else:
                 await llm.abort(request_id)
 
-    # For requests that vLLM's own handlers make (serve.vllm.openai_engine)
+    # For requests that vLLM's own handlers make (serve.vllm.openai.engine)
 
     def keep_whole(self, request_id: str, params: SamplingParams) -> None:
         """Have the scheduler send the only response when it is whole; no one may read its tokens before."""

@@ -26,8 +26,8 @@ from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_pop
 from typing import Any, Final, NoReturn
 
 from feedback.files import leave_locks
-from feedback.process_exit import end_with_parent
-from feedback.process_signals import stop_signals_blocked
+from feedback.processes.exit import end_with_parent
+from feedback.processes.signals import stop_signals_blocked
 
 log = logging.getLogger(__name__)
 

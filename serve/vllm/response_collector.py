@@ -26,7 +26,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from feedback.process_signals import handle_parent_signals
+from feedback.processes.signals import handle_parent_signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

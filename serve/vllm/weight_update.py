@@ -23,7 +23,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from feedback.process_exit import end_with_parent
+from feedback.processes.exit import end_with_parent
 from serve.policies.mapped_safetensors import MappedFile
 from serve.vllm import per_request_logprobs
 from serve.vllm.standby_weights import StandbyWeights, hashes, unsupported_reason

@@ -31,8 +31,8 @@ from train.checkpoint.folders import checkpoints
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult
 from train.launch import run_job
-from train.run.restarts import read_restarts
-from train.run.resume import checkpoints_of
+from train.run.recovery.restarts import read_restarts
+from train.run.recovery.resume import checkpoints_of
 
 pytestmark = [
     pytest.mark.cluster,

@@ -22,8 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from feedback.config import LakeConfig
-from feedback.fork_server import ForkedProcess
 from feedback.lake.tables import Lake
+from feedback.processes.fork_server import ForkedProcess
 from loadtests.server import free_port
 from loadtests.tiny_model import make_model_folder
 from serve.policies.store import Pointer, PolicyStore

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deploy.examples.bench import reshard_table as table
-from deploy.examples.bench.reshard import ReceivedBytes, least_received
+from deploy.examples.bench.training import reshard_table as table
+from deploy.examples.bench.training.reshard import ReceivedBytes, least_received
 from train.batch.packed import PackedBatch, Rollout
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig

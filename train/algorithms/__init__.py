@@ -5,7 +5,7 @@ The others, by what sets them apart: ``dr_grpo`` (without GRPO's two biases), ``
 sampling, a cost of length), ``gspo`` (the ratio of a whole response is clipped), ``cispo`` (the weight is clipped, not
 the update), ``rloo`` (baseline: the other responses), ``remax`` (baseline: the greedy response), ``reinforce_pp``
 (normalised over the whole batch; also with a baseline), ``ppo`` (the one with a critic), ``online_dpo`` (pairs of fresh
-responses), ``best_of_n`` (SFT on the best of them), ``rejection_sampling`` (SFT on those that are good enough),
+responses), ``selection`` (SFT on the best of them, or on those that are good enough),
 ``distill`` (from a teacher's logprobs). ``offline`` (from feedback: DPO, KTO, SFT, reward models).
 """
 
@@ -32,8 +32,8 @@ ALGORITHMS: Final = {
     "ppo": "train.algorithms.ppo:PPO",
     "distill": "train.algorithms.distill:Distill",
     "online_dpo": "train.algorithms.online_dpo:OnlineDPO",
-    "best_of_n": "train.algorithms.best_of_n:BestOfN",
-    "rejection_sampling": "train.algorithms.rejection_sampling:RejectionSampling",
+    "best_of_n": "train.algorithms.selection.best_of_n:BestOfN",
+    "rejection_sampling": "train.algorithms.selection.rejection_sampling:RejectionSampling",
     "dpo": "train.algorithms.offline.dpo:DPO",
     "kto": "train.algorithms.offline.kto:KTO",
     "sft": "train.algorithms.offline.sft:SFT",

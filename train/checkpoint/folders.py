@@ -1,8 +1,9 @@
 """The folders of a run's checkpoints: which are whole, which is the last, what goes. Imports no torch.
 
-``checkpoints/step-00000012`` is one that was whole when it got its name: ``driver.json`` (train/run/resume.py),
-a folder for each model in training (train/checkpoint/dcp.py), and ``whole.json``, which names every file with its size.
-``.step-00000012.new`` is being written, ``.step-00000012.old`` removed; after a kill either can be removed.
+``checkpoints/step-00000012`` is one that was whole when it got its name: ``driver.json``
+(train/run/recovery/resume.py), a folder for each model in training (train/checkpoint/dcp.py), and ``whole.json``, which
+names every file with its size. ``.step-00000012.new`` is being written, ``.step-00000012.old`` removed; after a kill
+either can be removed.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from feedback import fork_server
-from feedback.process_signals import stop_signals_blocked
+from feedback.processes import fork_server
+from feedback.processes.signals import stop_signals_blocked
 from serve.local_ray.cluster import sockets_on
 from train.config.placement import Strategy
 from train.controller.dispatch import Layout

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from feedback.fork_server import PARENT
+from feedback.processes.fork_server import PARENT
 from serve.local_ray.cluster import LOOPBACK, loopback_sockets
 from train.config.training import TrainConfig
 from train.controller.dispatch import Layout

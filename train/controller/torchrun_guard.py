@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from feedback.fork_server import PARENT
-from feedback.process_exit import SIGNALLED, end_with_parent
+from feedback.processes.exit import SIGNALLED, end_with_parent
+from feedback.processes.fork_server import PARENT
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

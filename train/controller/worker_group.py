@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from feedback.process_exit import SIGNALLED
+from feedback.processes.exit import SIGNALLED
 from train.controller.dispatch import Layout, Rule
 from train.controller.failure_kinds import Kind
 from train.controller.worker import Worker

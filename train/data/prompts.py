@@ -24,8 +24,8 @@ from train.config.algorithms import ONLINE_DPO
 from train.config.context_length import longest_context, longest_prompt
 from train.config.training import TrainConfig
 from train.data import own_prompts, pass_rates
+from train.data.logged.traffic import Traffic
 from train.data.own_prompts import DUPLICATE, OwnPrompts
-from train.data.traffic import Traffic
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from feedback.config import RESERVED_NAMES, ApiConfig, ScoringConfig
 from feedback.lake.tables import Lake
-from feedback.process_exit import skip_teardown
+from feedback.processes.exit import skip_teardown
 from feedback.scoring.composition import compose
 from feedback.scoring.scorer import NO_REASON, Source, guarded, load_rollout_sources, scorer_name, values_of
 from feedback.scoring.sources.judge_cache import JudgeCacheError
@@ -180,7 +180,7 @@ def with_timeout(reward: RewardFunction, timeout_s: float) -> RewardFunction:
 
     Raises, when called:
         RewardError: it took longer. Its thread goes on as long as this process does, which has to be ended without
-            waiting for it (``feedback.process_exit``).
+            waiting for it (``feedback.processes.exit``).
     """
 
     def limited(rows: pa.Table) -> Rewards:

@@ -13,8 +13,8 @@ import torch
 from feedback.datasets import Prompt
 from train.batch.packed import Rollout, Sample
 from train.config.training import TrainConfig
+from train.data.logged.traffic import differ
 from train.data.rewards import RewardFunction
-from train.data.traffic import differ
 from train.objectives.shaping import soft_overlong_punishment
 
 

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Final
 
-from feedback.process_exit import skip_teardown
+from feedback.processes.exit import skip_teardown
 from serve.generation.tokenizer import Text
 from serve.vllm.boot import add_request
 from train.batch.packed import Sample

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import httpx
 
-from feedback.process_exit import skip_teardown
+from feedback.processes.exit import skip_teardown
 from train.config.environment import EnvironmentConfig
 from train.environments.calls import HELD, Caller, guarded, holds_its_thread
 from train.environments.environment import Environment, EpisodePrompt, Message, ToolCall

@@ -16,7 +16,7 @@ from time import time
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-from feedback.process_signals import handlers_deferred
+from feedback.processes.signals import handlers_deferred
 from train.observe.hooks import RunInfo
 from train.observe.trackers import Tracker
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from feedback.files import replace_file
-from feedback.process_signals import handlers_deferred
+from feedback.processes.signals import handlers_deferred
 from train.observe.hooks import Answer, Hook, HookError, RunInfo, load_function, named
 
 if TYPE_CHECKING:

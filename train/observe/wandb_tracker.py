@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from feedback.process_signals import handlers_deferred
+from feedback.processes.signals import handlers_deferred
 from train.observe.hooks import RunInfo
 from train.observe.trackers import Tracker
 

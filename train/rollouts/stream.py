@@ -16,7 +16,7 @@ from threading import Condition, Thread
 from typing import Any, Final
 
 from feedback.datasets import Prompt
-from feedback.process_exit import skip_teardown
+from feedback.processes.exit import skip_teardown
 from train.batch.packed import Sample
 from train.controller.worker_group import WorkerError
 from train.data.rewards import Rewards

@@ -12,7 +12,7 @@ from train.config.sections import CheckpointConfig
 from train.context import JobContext
 from train.controller.worker_group import WorkerGroup
 from train.observe.progress import say
-from train.run.resume import Progress, checkpoints_of
+from train.run.recovery.resume import Progress, checkpoints_of
 
 FAILED_SAVES: Final = 2  # in a row end the run, which would otherwise go on for hours without a checkpoint
 

@@ -15,9 +15,9 @@ from feedback.files import replace_file
 from train.observe.progress import seconds_by_part
 from train.observe.resource_file import FILE as RESOURCES
 from train.observe.resource_file import Resources
-from train.run.restarts import Restart, read_restarts
+from train.run.recovery.restarts import Restart, read_restarts
+from train.run.recovery.unfinished import START, holder_of
 from train.run.retention import RunFolder
-from train.run.unfinished import START, holder_of
 
 DATA: Final = "data.json"
 METRICS: Final = "metrics.jsonl"

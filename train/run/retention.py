@@ -14,7 +14,7 @@ from typing import Final, Literal
 
 from train.config.sections import RunRetentionConfig
 from train.context import JobResult
-from train.run.unfinished import START, holder_of, kept
+from train.run.recovery.unfinished import START, holder_of, kept
 
 _JOB: Final = "job.json"
 

@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from feedback.files import replace_file
-from feedback.process_exit import skip_teardown
+from feedback.processes.exit import skip_teardown
 from serve.policies.folder import PolicyError, sha256_file
 from train.checkpoint.folders import CheckpointError, checkpoints, step_of, torn
 from train.config.sections import RunStoreConfig
 from train.context import JobContext, JobResult
 from train.observe.progress import say
-from train.run.resume import checkpoints_of, last_whole
-from train.run.retention import RunFolder, run_folders
-from train.run.run_store import (
+from train.run.recovery.resume import checkpoints_of, last_whole
+from train.run.recovery.run_store import (
     RECORDS,
     Claim,
     Found,
@@ -42,7 +41,8 @@ from train.run.run_store import (
     open_runs,
     taken,
 )
-from train.run.unfinished import START, UPLOADING, holder_of, kept
+from train.run.recovery.unfinished import START, UPLOADING, holder_of, kept
+from train.run.retention import RunFolder, run_folders
 
 _TRIES: Final = 3  # of an upload
 _PAUSE_S: Final = 2.0  # before the second one, and twice that before the third

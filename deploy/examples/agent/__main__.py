@@ -21,7 +21,7 @@ from deploy.examples.agent.seed import TASKS
 from deploy.supervise.children import Child, no_leftovers
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
-from feedback.process_signals import Stopped, stop_on_signals
+from feedback.processes.signals import Stopped, stop_on_signals
 from serve.policies.store import PolicyStore
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, write_job

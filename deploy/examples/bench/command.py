@@ -26,7 +26,7 @@ def bench() -> None:
 @click.option("--turns", type=click.IntRange(min=1), default=10, show_default=True, help="Turns of each.")
 def capture(**options: Any) -> None:
     """Durable rows a second, and how long a writer waits, in turns with SQLite and with the bare disk."""
-    from deploy.examples.bench.capture import capture
+    from deploy.examples.bench.data_plane.capture import capture
 
     _measure(capture, options)
 
@@ -36,7 +36,7 @@ def capture(**options: Any) -> None:
 @click.option("--turns", type=click.IntRange(min=1), default=10, show_default=True, help="Turns of each.")
 def storage(**options: Any) -> None:
     """Sealing and compacting in turns with deltalake's own writer, reading rates, and bytes a row."""
-    from deploy.examples.bench.storage import storage
+    from deploy.examples.bench.data_plane.storage import storage
 
     _measure(storage, options)
 
@@ -48,7 +48,7 @@ def storage(**options: Any) -> None:
 @click.option("--turns", type=click.IntRange(min=1), default=10, show_default=True, help="Turns of each.")
 def scoring(**options: Any) -> None:
     """Scoring's rate, and whether it stays flat as history grows. Ten million rows take some 2 GB of disk."""
-    from deploy.examples.bench.scoring import scoring
+    from deploy.examples.bench.data_plane.scoring import scoring
 
     _measure(scoring, options)
 
@@ -63,7 +63,7 @@ def fill(settings: Settings, rows: int, prompt_tokens: int, response_tokens: int
 
     A lake with rows is refused.
     """
-    from deploy.examples.bench.scoring import fill as append
+    from deploy.examples.bench.data_plane.scoring import fill as append
     from feedback.scoring.run import score
 
     lake, config = settings.lake(), settings.resolved().feedback
@@ -78,7 +78,7 @@ def fill(settings: Settings, rows: int, prompt_tokens: int, response_tokens: int
 @pass_settings
 def traffic(settings: Settings) -> None:
     """What a run of training reads of the lake: seconds, and how much memory that takes beside what is imported."""
-    from deploy.examples.bench.traffic import traffic as measure
+    from deploy.examples.bench.training.traffic import traffic as measure
 
     click.echo(json.dumps(measure(settings)))
 
@@ -88,7 +88,7 @@ def traffic(settings: Settings) -> None:
 @pass_settings
 def front_end(settings: Settings, capture: bool) -> None:
     """Serve with an engine that answers at once, until SIGTERM, for a load generator: all but the engine's cost."""
-    from deploy.examples.bench.front_end import front_end as serve
+    from deploy.examples.bench.data_plane.front_end import front_end as serve
 
     resolved = settings.resolved()
     serve(resolved.serve, resolved.feedback, capture=capture)

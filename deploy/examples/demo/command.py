@@ -8,7 +8,7 @@ import click
 
 from deploy.examples.demo import SEED
 from deploy.supervise.children import no_leftovers
-from feedback.process_signals import stop_on_signals
+from feedback.processes.signals import stop_on_signals
 
 
 @click.command()

@@ -26,7 +26,7 @@ from deploy.examples.learn.trial import Outcome
 from deploy.examples.stages import Stages
 from deploy.supervise.children import no_leftovers
 from feedback.config import ScoringConfig
-from feedback.process_signals import Stopped, stop_on_signals
+from feedback.processes.signals import Stopped, stop_on_signals
 
 ALL = (*plans.PLANS, *plans.RECIPES, *plans.PEOPLE)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.examples.bench.rows import record
+from deploy.examples.bench.data_plane.rows import record
 from deploy.examples.learn import task
 from deploy.examples.learn.task import Item
 from evaluation.config import EngineConfig

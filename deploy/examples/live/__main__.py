@@ -23,7 +23,7 @@ from deploy.examples.live.home import LiveFailed
 from deploy.examples.live.trial import Trial
 from deploy.examples.stages import Stages
 from deploy.supervise.children import no_leftovers
-from feedback.process_signals import Stopped, stop_on_signals
+from feedback.processes.signals import Stopped, stop_on_signals
 
 ONE_SERVER: Final = ((0.2, False), (0.2, True), (0.3, False), (0.3, True))
 FLEET: Final = ((0.2, False), (0.3, True))

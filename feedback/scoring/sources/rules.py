@@ -22,7 +22,7 @@ import duckdb
 import pyarrow as pa
 
 from feedback.config import RuleConfig
-from feedback.process_signals import StopSignal
+from feedback.processes.signals import StopSignal
 from feedback.schema import INTERACTIONS, conform
 from feedback.scoring.sources import builtin
 

@@ -293,7 +293,7 @@ def test_a_command_ends_although_a_reward_that_it_gave_up_hangs() -> None:
         import threading
         from concurrent.futures import ThreadPoolExecutor
         import pyarrow as pa
-        from feedback.process_exit import end_process
+        from feedback.processes.exit import end_process
         from train.data.rewards import RewardError, with_timeout
 
         def hang(rows):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.examples.bench.plan import CASES, run_cases
+from deploy.examples.bench.training.plan import CASES, run_cases
 
 
 def test_a_rank_takes_the_memory_that_is_predicted() -> None:

@@ -23,16 +23,16 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings, child_environment
 from deploy.loop import recipes, records
 from deploy.loop.cycle import CycleBusy, _Cycle, run_cycle
-from deploy.loop.killed_runs import passed_before, unfinished_training
 from deploy.loop.preflight import check, reward_of
 from deploy.loop.records import CycleRecord
+from deploy.loop.recovery.killed_runs import passed_before, unfinished_training
 from deploy.supervise.children import millrace
 from evaluation.decisions.history import History
 from evaluation.decisions.ledger import MOVES
 from evaluation.suites.held_out import position
 from evaluation.suites.suite import Suite
 from feedback.config import ScoringConfig
-from feedback.process_signals import Stopped
+from feedback.processes.signals import Stopped
 from serve.policies.store import PolicyStore
 from tests.deploy.conftest import scoring_waits
 from tests.evaluation.decisions.worlds import items, judged

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from deploy.commands.experiment import describe
+from deploy.commands.gate.experiment import describe
 from deploy.config import root
 from deploy.config.root import Settings
 from deploy.loop.promotion import ExperimentRefused

@@ -13,7 +13,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import recipes, records
 from deploy.loop.cycle import run_cycle
-from deploy.loop.killed_runs import unfinished_training
+from deploy.loop.recovery.killed_runs import unfinished_training
 from evaluation.suites.held_out import position
 from evaluation.suites.suite import Suite
 from feedback.config import TRAINED

@@ -17,8 +17,8 @@ from deploy.config.root import Settings
 from deploy.display.report_data import gather
 from deploy.loop import records
 from deploy.loop.cycle import run_cycle
-from deploy.loop.killed_runs import judged_before
 from deploy.loop.records import CycleRecord
+from deploy.loop.recovery.killed_runs import judged_before
 from evaluation.config import EvaluationConfig
 from evaluation.decisions.history import History
 from evaluation.evaluate import Scoring

@@ -13,7 +13,7 @@ import pytest
 
 from deploy.config.root import child_environment
 from deploy.supervise.children import Child
-from feedback.process_signals import Stopped, stop_on_signals
+from feedback.processes.signals import Stopped, stop_on_signals
 from tests.paths import ROOT
 
 PATIENCE_S = 240
@@ -111,7 +111,7 @@ def test_what_holds_signals_back_is_killed_at_once_and_not_waited_for(tmp_path: 
     code = f"""
 import subprocess, sys
 from deploy.supervise.children import no_leftovers
-from feedback.process_signals import stop_signals_blocked
+from feedback.processes.signals import stop_signals_blocked
 with no_leftovers(grace={PATIENCE_S}):
     with stop_signals_blocked():
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep({2 * PATIENCE_S})"])
@@ -137,7 +137,7 @@ def test_a_signal_becomes_stopped_once() -> None:
 
 IN_A_DESTRUCTOR = """
 import os, signal, time
-from feedback.process_signals import Stopped, stop_on_signals
+from feedback.processes.signals import Stopped, stop_on_signals
 
 class Slow:
     def __del__(self):
@@ -170,7 +170,7 @@ def test_a_signal_that_comes_while_a_destructor_runs_stops_all_the_same() -> Non
 
 STARTS = """
 import time
-from feedback.process_signals import Stopped, stop_on_signals
+from feedback.processes.signals import Stopped, stop_on_signals
 from serve.local_ray.cluster import local_ray
 try:
     with stop_on_signals(), local_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20):
@@ -203,7 +203,7 @@ def test_a_signal_while_ray_starts_ends_it_in_order(
 
 WAITS = """
 import ray, time
-from feedback.process_signals import Stopped, stop_on_signals
+from feedback.processes.signals import Stopped, stop_on_signals
 from serve.local_ray.cluster import local_ray
 @ray.remote
 class Worker:

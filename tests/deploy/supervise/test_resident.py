@@ -24,7 +24,7 @@ from deploy.config.root import Settings
 from deploy.supervise import resident
 from evaluation.config import EngineConfig
 from evaluation.engine import Done, LentEngine, OfflineEngine, OfflineEngines, Work
-from feedback import resident_socket
+from feedback.processes import resident_socket
 from serve.policies.store import Policy, PolicyStore
 from tests.paths import ROOT
 from tests.train.job_home import job_context, make_home

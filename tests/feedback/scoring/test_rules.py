@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from feedback.config import HumanConfig, RuleConfig, ScoringConfig
-from feedback.process_signals import StopSignal
+from feedback.processes.signals import StopSignal
 from feedback.scoring.run import score
 from feedback.scoring.scorer import Source, columns_of, guarded
 from feedback.scoring.sources.rules import (

@@ -28,7 +28,7 @@ from train.config.sections import CheckpointConfig
 from train.context import JobContext, RunStart
 from train.controller.worker_group import WorkerGroup
 from train.run.checkpoints import Checkpoints
-from train.run.resume import Progress
+from train.run.recovery.resume import Progress
 
 
 def test_pruning_removes_no_newer_one_and_what_is_half_written_or_half_removed_goes(tmp_path: Path) -> None:

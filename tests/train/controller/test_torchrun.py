@@ -17,7 +17,7 @@ import torch
 from job_home import job_context, make_home
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from feedback import fork_server
+from feedback.processes import fork_server
 from serve.policies.store import PolicyStore
 from serve.swap.compatibility import require_compatible
 from tests.paths import ROOT
@@ -123,7 +123,7 @@ def test_a_job_that_a_signal_ended_says_so_by_its_exit_code() -> None:
 
 TIED = """
 import subprocess, sys
-from feedback import fork_server
+from feedback.processes import fork_server
 from train.controller.torchrun_guard import end_with_starter
 end_with_starter()
 sys.exit(subprocess.run([sys.executable, "-I", "-S", fork_server.__file__, sys.argv[1]]).returncode)

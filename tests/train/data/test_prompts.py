@@ -18,11 +18,11 @@ from feedback.lake.tables import Lake
 from tests.feedback.feedback_rows import interaction, put, reward
 from train.batch.packed import PackedBatch, Rollout, Sample
 from train.config.training import TrainConfig
-from train.data import traffic as traffic_module
+from train.data.logged import traffic as traffic_module
+from train.data.logged.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, TWICE, Traffic
 from train.data.prompts import Cycled
 from train.data.rewards import Rewards
 from train.data.samples import Informative, score
-from train.data.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, TWICE, Traffic
 from train.objectives.advantages import group_relative
 
 Row = tuple[dict[str, Any], dict[str, Any]]

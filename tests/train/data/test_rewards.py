@@ -37,7 +37,7 @@ from train.context import JobContext, RunStart, TrainingStopped
 from train.data.rewards import Reward, RewardError, Rewards, check_rewards, logged_responses, try_reward
 from train.data.samples import score, table_of
 from train.job import on_logged_responses
-from train.run.resume import Begun
+from train.run.recovery.resume import Begun
 
 PROMPTS = [Prompt("a", None, [1], {"answer": "4"}), Prompt("b", None, [2, 3])]
 RUBRIC = "Q: {prompt}\nA: {response}"

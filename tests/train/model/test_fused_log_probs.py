@@ -216,7 +216,7 @@ def test_peak_memory_at_152k_vocabulary_is_under_a_twentieth_of_that_of_whole_lo
     command = [
         sys.executable,
         "-m",
-        "deploy.examples.bench.vocabulary",
+        "deploy.examples.bench.training.vocabulary",
         "--tokens",
         "512",
         "--width",

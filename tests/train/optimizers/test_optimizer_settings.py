@@ -14,7 +14,7 @@ from train.config.sections import OptimizerConfig
 from train.config.training import TrainConfig
 from train.optimizers.build import body_matrices, make_optimizer, parameter_groups
 from train.optimizers.schedule import share_of_peak
-from train.run.resume_settings import differing_settings
+from train.run.recovery.resume_settings import differing_settings
 
 
 @pytest.mark.parametrize(

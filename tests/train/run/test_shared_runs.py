@@ -38,10 +38,10 @@ from train.checkpoint.folders import CheckpointError, begin_aside, checkpoints, 
 from train.config.sections import RunStoreConfig
 from train.config.training import TrainConfig
 from train.context import JobContext, RunStart
-from train.run.resume import keep_start, last_whole, only_run
-from train.run.run_store import RunStore, RunTaken
+from train.run.recovery.resume import keep_start, last_whole, only_run
+from train.run.recovery.run_store import RunStore, RunTaken
+from train.run.recovery.unfinished import Stores, forget_erased_in_store, give_up
 from train.run.shared_run import SharedRun, shared_run, with_shared
-from train.run.unfinished import Stores, forget_erased_in_store, give_up
 
 SPAWN = multiprocessing.get_context("spawn")
 QUICK = {"timeout": "1s", "connect_timeout": "1s"}
@@ -507,7 +507,7 @@ def test_a_claim_that_has_run_out_and_can_t_be_renewed_publishes_nothing(
         with monkeypatch.context() as patched:
             patched.setattr(RunStore, "replace", down)
             run.renew()
-            patched.setattr("train.run.run_store.Claim.live", False)
+            patched.setattr("train.run.recovery.run_store.Claim.live", False)
             with pytest.raises(CheckpointError, match=r"claim on run run has run out, .* no answer"):
                 run.renew()
         run.renew()
@@ -542,7 +542,7 @@ class Dying(Hook):
     def on_step(self, step, metrics):
         home = self.run.folder.parent.parent
         if step == 2 and (home / "dies").exists():
-            from train.run.run_store import RunStore
+            from train.run.recovery.run_store import RunStore
             store = RunStore(self.run.config.run_store)
             deadline = time.monotonic() + 180
             while not store.read(self.run.name).manifest.checkpoints and time.monotonic() < deadline:

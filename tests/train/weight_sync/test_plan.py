@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import train
-from deploy.examples.bench import reshard_table as table
+from deploy.examples.bench.training import reshard_table as table
 from train.model.mesh import shard_order
 from train.model.shard_dimensions import placement_for
 from train.weight_sync.checksums import checksum

@@ -1,0 +1,4 @@
+"""Logged responses that are learned from.
+
+``traffic`` (those of the lake, and why others are left out), ``sessions`` (which of them are one conversation).
+"""
