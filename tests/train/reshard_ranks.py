@@ -7,6 +7,7 @@ rank 0: name of each check -> None, or the traceback of the rank where it failed
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from train.weight_sync.sync import WeightSync
 from train.workers.rollout import RolloutWorker
 
 DTYPE = torch.bfloat16
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Ranks:
@@ -53,7 +55,7 @@ class Ranks:
             }
         )
         self.policy = policy
-        self.meshes = make_meshes("cpu", **mesh_sizes(self.config, count))
+        self.meshes = make_meshes(DEVICE, **mesh_sizes(self.config, count))
         self.model = build(policy, dtype=DTYPE, meshes=self.meshes, activation_checkpointing=True)
         peers: Any = {"actor": SimpleNamespace(model=self.model)}
         self.llm = RolloutWorker(policy=policy, config=self.config, seed=0, peers=peers).llm
@@ -154,7 +156,7 @@ CHECKS_OF_SLICES = [
     an_adapter_arrives_merged,
     weights_that_arrive_changed_are_found_and_named,
 ]
-"""Of a model trained with tensor parallelism."""
+"""Of a model trained with tensor parallelism, or of one rank, which receives nothing."""
 
 CHECKS = [
     plan_gives_the_weights_that_vllms_own_loaders_give,
@@ -193,15 +195,22 @@ def _computed(engine: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+    join_ranks_of_torchrun()
     engine, training = map(int, sys.argv[2:])
     ranks = Ranks(Path(sys.argv[1]), engine, training)
     results: dict[str, str | None] = {}
-    for check in CHECKS if training == 1 else CHECKS_OF_SLICES:
+    for check in CHECKS if training == 1 and engine > 1 else CHECKS_OF_SLICES:
         results[check.__name__] = everywhere(check, ranks)
     if torch.distributed.get_rank() == 0:
         print(json.dumps(results), flush=True)
     torch.distributed.barrier()
+
+
+def join_ranks_of_torchrun() -> None:
+    """Make the group of a torchrun's ranks as training makes it, with a device each where there are any."""
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
 
 
 def everywhere(check: Callable[[Ranks], None], ranks: Ranks) -> str | None:
