@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 
-from tests.train.reshard_ranks import DEVICE, join_ranks_of_torchrun
+from deploy.examples.bench.reshard import device_type, join_torchruns_ranks
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.workers.actor import ActorWorker
 from train.workers.rollout import RolloutWorker
 
+DEVICE = device_type()
 PROMPTS = [[10 + i, 40, 50 + i, 60, 70] for i in range(6)]
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    join_ranks_of_torchrun()
+    join_torchruns_ranks()
     policy, engine = Path(sys.argv[1]), int(sys.argv[2])
     config = TrainConfig.model_validate(
         {
@@ -98,7 +99,7 @@ def sampled(rollout: RolloutWorker) -> PackedBatch:
 
 
 def mismatch(batch: PackedBatch, log_probs: torch.Tensor) -> dict[str, float]:
-    """Of what the engine says of its tokens and what training does: mean and greatest difference, and mean of ratios."""
+    """Between what the engine says of its tokens and what training does: differences, and the mean ratio."""
     difference = (log_probs - batch.behaviour_log_probs)[batch.response_mask]
     return {
         "mean": float(difference.abs().mean()),

@@ -1,7 +1,7 @@
 """The GPU suite: what can't run here is skipped, with a line for each test that says why.
 
-``make test-gpu`` runs it with this file alone: those above it start what a machine with torch and transformers alone has
-not got.
+``make test-gpu`` runs it with this conftest alone: the one above it needs what a machine with torch and transformers
+alone has not got.
 """
 
 from __future__ import annotations

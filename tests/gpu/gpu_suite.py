@@ -1,9 +1,9 @@
 """What the tests of a GPU share: which of them run here, on which device, and in how many ranks.
 
-``gpu_test`` marks a test. It says what the test needs, and what of it a CPU can run: with ``MILLRACE_GPU_SUITE_DEVICE=cpu``
-the same tests run on CPUs over gloo, which proves the tests, and of the product what is the same on both. So this module
-and every test that is ``torch_only`` import torch, transformers, what those need, and pytest; a machine with a GPU may
-have nothing else.
+``gpu_test`` marks a test. It says what the test needs, and what of it a CPU can run: with
+``MILLRACE_GPU_SUITE_DEVICE=cpu`` the same tests run on CPUs over gloo, which proves the tests, and of the product what
+is the same on both. This module, and every test that is ``torch_only``, imports torch, transformers, what those need,
+and pytest; a machine with a GPU may have nothing else.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def device_type() -> str:
 
 
 class Peak:
-    """Within: the most bytes of the device's memory beyond what was held before; None on a CPU, where torch counts none."""
+    """Within: the most bytes of the device's memory beyond what was held before; None on a CPU."""
 
     bytes: int | None = None
 

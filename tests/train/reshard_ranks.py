@@ -7,7 +7,6 @@ rank 0: name of each check -> None, or the traceback of the rank where it failed
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from deploy.examples.bench import reshard_table as table
-from deploy.examples.bench.reshard import ReceivedBytes, least_received
+from deploy.examples.bench.reshard import ReceivedBytes, device_type, join_torchruns_ranks, least_received
 from train.batch.packed import PackedBatch, Rollout
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
@@ -32,7 +31,6 @@ from train.weight_sync.sync import WeightSync
 from train.workers.rollout import RolloutWorker
 
 DTYPE = torch.bfloat16
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Ranks:
@@ -55,7 +53,7 @@ class Ranks:
             }
         )
         self.policy = policy
-        self.meshes = make_meshes(DEVICE, **mesh_sizes(self.config, count))
+        self.meshes = make_meshes(device_type(), **mesh_sizes(self.config, count))
         self.model = build(policy, dtype=DTYPE, meshes=self.meshes, activation_checkpointing=True)
         peers: Any = {"actor": SimpleNamespace(model=self.model)}
         self.llm = RolloutWorker(policy=policy, config=self.config, seed=0, peers=peers).llm
@@ -195,7 +193,7 @@ def _computed(engine: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    join_ranks_of_torchrun()
+    join_torchruns_ranks()
     engine, training = map(int, sys.argv[2:])
     ranks = Ranks(Path(sys.argv[1]), engine, training)
     results: dict[str, str | None] = {}
@@ -204,13 +202,6 @@ def main() -> None:
     if torch.distributed.get_rank() == 0:
         print(json.dumps(results), flush=True)
     torch.distributed.barrier()
-
-
-def join_ranks_of_torchrun() -> None:
-    """Make the group of a torchrun's ranks as training makes it, with a device each where there are any."""
-    if DEVICE == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")
 
 
 def everywhere(check: Callable[[Ranks], None], ranks: Ranks) -> str | None:
