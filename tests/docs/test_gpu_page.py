@@ -148,7 +148,7 @@ def test_without_a_gpu_each_test_is_skipped_with_a_line_that_says_why() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "MILLRACE_"))}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "gpu", "--confcutdir=tests/gpu", "-p", "no:cacheprovider", "tests/gpu"],
-        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        env=environment | {"CUDA_VISIBLE_DEVICES": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,
