@@ -102,7 +102,8 @@ def run_case(model: Path, ranks: int, tp: int, training_tp: int, rounds: int) ->
 
 def line(case: dict[str, Any]) -> str:
     moved = f"{case['received']:,} bytes, least {case['least']:,} (excess {case['excess']:.4f})"
-    compared = f"{case['over_gather']:.3f} of gathering's, in {case['seconds_over_gather']:.2f} of its time"
+    share = "" if case["over_gather"] is None else f"{case['over_gather']:.3f} of gathering's, "
+    compared = f"{share}in {case['seconds_over_gather']:.2f} of its time"
     grown = f"{case['peak_extra_bytes']:,} bytes, gathering by {case['peak_extra_bytes_gather']:,}"
     sizes = f"N={case['n']} t={case['tp']} training {case['training_tp']}"
     return f"{sizes}: a rank receives {moved}, {compared}; it grows by {grown}"
