@@ -161,4 +161,4 @@ def test_without_a_gpu_each_test_is_skipped_with_a_line_that_says_why() -> None:
         reasons = [line for line in lines if f"::{name}" in line]
         assert reasons, name
         assert all(re.search(r": needs .*(a GPU, and torch|not installed)", line) for line in reasons), reasons
-    assert f"0 passed, 0 failed, {len(lines)} skipped, on a GPU" in done.stdout
+    assert f"0 passed, 0 failed, {len(lines)} skipped; device: cuda" in done.stdout

@@ -39,5 +39,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for report in skipped:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
         terminalreporter.write_line(f"skipped {report.nodeid}: {reason.removeprefix('Skipped: ')}")
-    where = "on a GPU" if DEVICE == "cuda" else f"on a CPU ({VARIABLE}=cpu), which proves the tests and no GPU"
-    terminalreporter.write_line(f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped, {where}")
+    where = "device: cuda" if DEVICE == "cuda" else f"device: cpu ({VARIABLE}), which proves the tests and no GPU"
+    terminalreporter.write_line(f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped; {where}")
