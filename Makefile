@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test test-cluster lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-async bench-resident bench-traffic bench-plan bench-tp loadtest tour learn agent unit-tests simulate live-experiments thumbs crash-test fuzz chaos-train model-shapes trl-round-trip harness format lock wheel clean
+.PHONY: help setup demo test test-cluster test-gpu lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-async bench-resident bench-traffic bench-plan bench-gpu bench-tp loadtest tour learn agent unit-tests simulate live-experiments thumbs crash-test fuzz chaos-train model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -35,6 +35,9 @@ test: setup      ## run all tests; a few that fail are run once more, alone, and
 
 test-cluster: setup ## a fleet and a training on two nodes of Ray, one of which is killed; needs root: about 10 minutes
 	$(BIN)/python -m pytest -m cluster -s tests/loop/test_cluster.py $(ARGS)
+
+test-gpu: setup    ## what a CPU can't run, on this machine's GPUs (LOCK=requirements-gpu.txt); skips what can't run, and says why
+	$(BIN)/python -m pytest -m gpu --confcutdir=tests/gpu tests/gpu $(ARGS)
 
 lint: setup docs ## style, types, the layers of the house, and the links of the documentation
 	$(BIN)/ruff check .
@@ -88,6 +91,9 @@ bench-resident: setup  ## measure workers that stay between cycles over 50 of th
 
 bench-traffic: setup   ## measure what a run's driver reads of a lake of 100M tokens, and its memory; the last line is JSON
 	$(BIN)/python -m loadtests.bench_traffic $(ARGS)
+
+bench-gpu: setup       ## measure serving, training, weight sync, swaps and plans on this machine's GPUs; the last line is JSON
+	$(BIN)/python -m loadtests.bench_gpu $(ARGS)
 
 bench-tp: setup        ## measure training with tensor parallelism against FSDP alone, on two ranks; the last line is JSON
 	$(BIN)/python -m deploy.examples.bench.training.tensor_parallel $(ARGS)

@@ -20,5 +20,6 @@ What is measured: ``bench_capture`` (the data plane), ``bench_console`` (what th
 streaming clients), ``bench_loop`` (from a thumb to the policy that learned from it) with ``letters`` (its users'
 taste), ``bench_reshard`` (weight sync by plan against gathering), ``bench_train`` (GRPO steps against TRL's) with
 ``trl_grpo`` (TRL's side of it), ``bench_async`` (what responses that go on while training learns save) with
-``countdown`` (a model whose responses differ in length), ``bench_traffic`` (what a run's driver reads of a large lake).
+``countdown`` (a model whose responses differ in length), ``bench_traffic`` (what a run's driver reads of a large lake),
+``bench_gpu`` (some of these on a machine with GPUs).
 """

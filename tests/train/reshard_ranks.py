@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from deploy.examples.bench.training import reshard_table as table
-from deploy.examples.bench.training.reshard import ReceivedBytes, least_received
+from deploy.examples.bench.training.reshard import ReceivedBytes, device_type, join_torchruns_ranks, least_received
 from train.batch.packed import PackedBatch, Rollout
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
@@ -53,7 +53,7 @@ class Ranks:
             }
         )
         self.policy = policy
-        self.meshes = make_meshes("cpu", **mesh_sizes(self.config, count))
+        self.meshes = make_meshes(device_type(), **mesh_sizes(self.config, count))
         self.model = build(policy, dtype=DTYPE, meshes=self.meshes, activation_checkpointing=True)
         peers: Any = {"actor": SimpleNamespace(model=self.model)}
         self.llm = RolloutWorker(policy=policy, config=self.config, seed=0, peers=peers).llm
@@ -154,7 +154,7 @@ CHECKS_OF_SLICES = [
     an_adapter_arrives_merged,
     weights_that_arrive_changed_are_found_and_named,
 ]
-"""Of a model trained with tensor parallelism."""
+"""Of a model trained with tensor parallelism, or of one rank, which receives nothing."""
 
 CHECKS = [
     plan_gives_the_weights_that_vllms_own_loaders_give,
@@ -193,11 +193,11 @@ def _computed(engine: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+    join_torchruns_ranks()
     engine, training = map(int, sys.argv[2:])
     ranks = Ranks(Path(sys.argv[1]), engine, training)
     results: dict[str, str | None] = {}
-    for check in CHECKS if training == 1 else CHECKS_OF_SLICES:
+    for check in CHECKS if training == 1 and engine > 1 else CHECKS_OF_SLICES:
         results[check.__name__] = everywhere(check, ranks)
     if torch.distributed.get_rank() == 0:
         print(json.dumps(results), flush=True)

@@ -19,9 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
-from train.config.training import TrainConfig
 from train.model.mesh import batch_parts
 
 SIZES = {
@@ -63,6 +61,9 @@ def gpt2() -> Any:
 
 def some_batch() -> PackedBatch:
     """Twelve responses in three groups, of uneven lengths, with all that an update needs."""
+    from train.algorithms import load  # the rest of this module is imported where there is torch alone
+    from train.config.training import TrainConfig
+
     generator = torch.Generator().manual_seed(4)
 
     def some(low: int, high: int, count: int) -> list[int]:

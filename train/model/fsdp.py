@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from transformers.utils import is_flash_attn_2_available
 
 from train.batch.packed import PackedBatch
 from train.batch.prompt_rows import Rows, all_rows, fewest_rows
-from train.config.sections import FsdpConfig, LoraConfig
 from train.import_object import import_object
 from train.model.attention import IMPLEMENTATION, packed, share_sequences, use_packed_attention
 from train.model.attention_calls import Packing
@@ -41,9 +40,10 @@ from train.model.shard_dimensions import placement_for
 from train.model.tensor_parallel import share_layers
 from train.model.ulysses import Ulysses, sequence_parallel_group
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from train.config.sections import FsdpConfig, LoraConfig
 
-_DEFAULTS = FsdpConfig()
+log = logging.getLogger(__name__)
 
 Make = Callable[[PretrainedConfig], PreTrainedModel]
 """The model of a config, in float32."""
@@ -60,7 +60,7 @@ def build(
     *,
     dtype: torch.dtype,
     meshes: Meshes | None = None,
-    options: FsdpConfig = _DEFAULTS,
+    options: FsdpConfig | None = None,
     activation_checkpointing: bool = False,
     lora: LoraConfig | None = None,
     frozen: bool = False,
@@ -77,6 +77,7 @@ def build(
         policy: a Hugging Face folder with safetensors weights.
         dtype: of parameters and activations in the forward and backward pass.
         meshes: the ranks to shard over; all, flat, if None.
+        options: the defaults of the settings if None.
         lora: train adapters and nothing else; ``frozen``: not even those.
         make: builds the model from the policy's config.
         unstored: parameters that ``policy`` need not store; those that it does not stay on the meta device.
@@ -86,6 +87,10 @@ def build(
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     meshes = meshes or make_meshes(device.type)
+    if options is None:
+        from train.config.sections import FsdpConfig  # this module is imported where there is torch alone
+
+        options = FsdpConfig()
     config = AutoConfig.from_pretrained(policy)
     stored = common_dtype(stored_dtypes(policy).values())
     model = skeleton(config, make)

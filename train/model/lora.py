@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from train.config.sections import LoraConfig
 from train.model.hf_io import ADAPTER, as_parameter, held, own_slice, plain_name, whole_tensor
+
+if TYPE_CHECKING:
+    from train.config.sections import LoraConfig
 
 NAME = "default"
 

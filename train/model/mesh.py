@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from train.config.training import TrainConfig
+if TYPE_CHECKING:
+    from train.config.training import TrainConfig
 
 
 @dataclass(frozen=True)

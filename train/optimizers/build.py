@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from train.config.sections import OptimizerConfig
 from train.import_object import import_object
 from train.model.hf_io import plain_name
 from train.optimizers.muon import MOMENTUM, Muon
+
+if TYPE_CHECKING:
+    from train.config.sections import OptimizerConfig
 
 Groups = list[dict[str, Any]]
 

@@ -21,18 +21,28 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from deploy.examples.bench.training.reshard import exact_resident_memory, most, peak_memory, resident, timed
+from deploy.examples.bench.training.reshard import (
+    device_type,
+    exact_resident_memory,
+    join_torchruns_ranks,
+    most,
+    peak_memory,
+    resident,
+    timed,
+)
 from train import algorithms
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.model.mesh import batch_parts, mesh_sizes
 from train.planner.cpu_rates import measure_cpu
+from train.planner.machine import PRESETS, Machine
 from train.planner.model_shape import models_of, read_config
 from train.planner.plan import Workload, plan
 from train.workers.actor import ActorWorker
@@ -53,6 +63,13 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "llama-9M": ("llama", {**_MIDDLE, "num_attention_heads": 4, "num_key_value_heads": 2}),
     "gemma2-7M": ("gemma2", {**_MIDDLE, **_GROUPED, "query_pre_attn_scalar": 64, "sliding_window": 512}),
     "gpt2-7M": ("gpt2", {"vocab_size": 8192, "n_embd": 256, "n_layer": 6, "n_head": 4, "n_positions": 512}),
+    "qwen3-370M": (
+        "qwen3",
+        {
+            **{"vocab_size": 32768, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 24},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64},
+        },
+    ),
     "qwen3-42M": ("qwen3", {**_LARGE, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}),
 }
 
@@ -96,6 +113,18 @@ CASES: Final[list[tuple[str, int, dict[str, Any]]]] = [
 ]
 """(model, ranks, settings of train)"""
 
+_LONGER: Final[dict[str, Any]] = {"micro_batch_tokens": 16384}
+CASES_OF_GPUS: Final[list[tuple[str, int, dict[str, Any]]]] = [
+    ("qwen3-370M", 1, _LONGER),
+    ("qwen3-370M", 1, _LONGER | _RECOMPUTED),
+    ("qwen3-370M", 1, _PARTS | _LORA),
+    ("qwen3-370M", 1, _LONGER | {"fsdp": {"cpu_offload": True}}),
+    ("qwen3-370M", 1, _LONGER | {"fsdp": {"offload_optimizer": True}}),
+    ("qwen3-370M", 2, _LONGER),
+    ("qwen3-370M", 2, _LONGER | _SLICED | _RECOMPUTED),
+]
+"""As ``CASES``, of as many ranks as there are GPUs; a small model would be lost beside what kernels take once."""
+
 
 def main() -> None:
     """Measure, print, and exit 1 if a bar is missed."""
@@ -106,7 +135,7 @@ def main() -> None:
     if arguments.in_rank is not None:
         in_rank(arguments.in_rank)
         return
-    found = list(run_cases([case for case in CASES if arguments.only in title(*case)]))
+    found = list(run_cases([case for case in cases_here() if arguments.only in title(*case)]))
     result = {
         "memory_error_max": max(abs(case["memory_error"]) for case in found),
         "time_error_max": max(abs(case["time_error"]) for case in found),
@@ -118,6 +147,13 @@ def main() -> None:
     print(json.dumps({**result, "missed": missed, "cases": found}))
     if missed:
         raise SystemExit(1)
+
+
+def cases_here() -> list[tuple[str, int, dict[str, Any]]]:
+    """Those of this machine's GPUs, if it has any."""
+    if device_type() == "cpu":
+        return CASES
+    return [case for case in CASES_OF_GPUS if case[1] <= torch.cuda.device_count()]
 
 
 def run_cases(cases: list[tuple[str, int, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
@@ -185,13 +221,13 @@ def in_rank(file: Path) -> None:
     """Predict and measure the case in ``file``; rank 0 prints it."""
     exact_resident_memory()
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+    join_torchruns_ranks()
     spec = json.loads(file.read_text())
     config, policy = TrainConfig.model_validate(spec["train"]), Path(spec["policy"])
     prompts = 4
     workload = Workload(prompts=prompts * config.data_parallel_ranks, **LENGTHS)
-    models = models_of(read_config(policy), config, "cpu")
-    predicted = plan(config, models, measure_cpu(spec["ranks"], dtype=config.dtype), workload)
+    models = models_of(read_config(policy), config, device_type())
+    predicted = plan(config, models, this_machine(spec["ranks"], config.dtype), workload)
     vocabulary = 4096
     part = batch_parts(spec["ranks"], **mesh_sizes(config, spec["ranks"]))[torch.distributed.get_rank()]
     warm_up = a_batch(config, 1, vocabulary, seed=part)
@@ -213,6 +249,15 @@ def in_rank(file: Path) -> None:
     if torch.distributed.get_rank() == 0:
         print(json.dumps(result), flush=True)
     torch.distributed.destroy_process_group()
+
+
+def this_machine(ranks: int, dtype: str) -> Machine:
+    """What is planned for: this machine's processors, as measured, or its GPUs, as their data sheet says."""
+    if device_type() == "cpu":
+        return measure_cpu(ranks, dtype=dtype)
+    properties = torch.cuda.get_device_properties(0)
+    preset = next((PRESETS[name] for name in PRESETS if name in properties.name), PRESETS["A100"])
+    return replace(preset, name=properties.name, devices=ranks, memory=properties.total_memory)
 
 
 def run(policy: Path, config: TrainConfig, batch: PackedBatch, *, warm_up: bool = False) -> tuple[float, float]:
@@ -239,7 +284,8 @@ def run(policy: Path, config: TrainConfig, batch: PackedBatch, *, warm_up: bool 
     held = resident()
     with peak_memory() as extra:
         step()
-    keep_freed_memory()
+    if device_type() == "cpu":
+        keep_freed_memory()
     step()
     return held - before + extra[0], statistics.median(timed(step) for _ in range(STEPS))
 

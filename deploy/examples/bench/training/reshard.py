@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from train.workers.rollout import RolloutWorker
 def main(policy: Path, tp: int, training_tp: int, rounds: int, bucket_bytes: int) -> None:
     """Run the case and print its measurements."""
     exact_resident_memory()
-    torch.distributed.init_process_group("gloo")
+    join_torchruns_ranks()
     torch.set_num_threads(1)
     ranks = torch.distributed.get_world_size()
     config = TrainConfig.model_validate(
@@ -88,8 +89,9 @@ def main(policy: Path, tp: int, training_tp: int, rounds: int, bucket_bytes: int
         "least": least,
         "excess": (received["plan"] - least) / weights,
         "gathered": received["gather"],
-        "over_gather": received["plan"] / received["gather"],
-        "over_gather_cast": received["plan"] / (received["gather"] * itemsize / master_itemsize),
+        # One rank receives nothing, either way.
+        "over_gather": received["plan"] / received["gather"] if ranks > 1 else None,
+        "over_gather_cast": received["plan"] / (received["gather"] * itemsize / master_itemsize) if ranks > 1 else None,
         "seconds": statistics.median(seconds["plan"]),
         "seconds_over_gather": statistics.median(seconds["plan"]) / statistics.median(seconds["gather"]),
         "plan_seconds": planning,
@@ -105,7 +107,7 @@ def main(policy: Path, tp: int, training_tp: int, rounds: int, bucket_bytes: int
 def build_model(policy: Path, config: TrainConfig) -> torch.nn.Module:
     from train.model.mesh import make_meshes, mesh_sizes
 
-    meshes = make_meshes("cpu", **mesh_sizes(config, config.ranks))
+    meshes = make_meshes(device_type(), **mesh_sizes(config, config.ranks))
     return build(policy, dtype=getattr(torch, config.dtype), meshes=meshes)
 
 
@@ -150,6 +152,20 @@ class ReceivedBytes(TorchDispatchMode):
         raise ValueError(f"the collective {name} is not counted")
 
 
+def device_type() -> str:
+    """Of the devices that training chooses: cuda, where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def join_torchruns_ranks() -> None:
+    """Make the group of torchrun's ranks as training makes it, with a device each where there are any."""
+    if device_type() == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        torch.distributed.init_process_group("gloo")
+
+
 def exact_resident_memory() -> None:
     """Have the C library give large blocks back when they are freed, or their reuse goes unseen; glibc."""
     mmap_threshold = -3  # M_MMAP_THRESHOLD
@@ -159,16 +175,23 @@ def exact_resident_memory() -> None:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """[bytes by which the resident memory of this process rose at most]; Linux."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    """[bytes by which ``resident`` of this process rose at most]; Linux."""
+    if device_type() == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before, extra = resident(), [0]
     yield extra
-    extra[0] = max(0, _status("VmHWM") - before)
+    peak = torch.cuda.max_memory_allocated() if device_type() == "cuda" else _status("VmHWM")
+    extra[0] = max(0, peak - before)
 
 
 def resident() -> int:
-    """Bytes of this process's resident memory; Linux."""
+    """Bytes of this process's memory: that torch has on its device, or resident memory, Linux."""
+    if device_type() == "cuda":
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
     return _status("VmRSS")
 
 
@@ -183,6 +206,8 @@ def timed(way: Callable[[], Any]) -> float:
     torch.distributed.barrier()
     began = time.perf_counter()
     way()
+    if device_type() == "cuda":
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 

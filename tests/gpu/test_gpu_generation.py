@@ -1,0 +1,231 @@
+"""vLLM on a device: beside training in the same processes, and as a server's engine whose weights are exchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from tests.gpu.gpu_suite import DEVICE, device_type, gpu_test
+from tests.paths import ROOT
+
+VLLM = ("vllm",)
+Found = TypeVar("Found")
+
+# ------------------------------------------------------------------------------------- beside training
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from loadtests.tiny_model import make_model_folder
+
+    return make_model_folder(tmp_path_factory.mktemp("policy"), 1, hidden=256, layers=4, heads=4, tied=False)
+
+
+def in_torchrun(ranks: int, module: str, *arguments: object) -> dict[str, Any]:
+    """What rank 0 of so many prints. The environment is that of a training, with one thread a rank."""
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        **({"TORCHDYNAMO_DISABLE": "1"} if DEVICE == "cpu" else {}),
+    }
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*torchrun, "-m", module, *map(str, arguments)],
+        env=os.environ | environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, f"{module} ended with {done.returncode}:\n{done.stderr[-6000:]}"
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def require_resharded(ranks: int, engine: int, training: int, folder: Path) -> None:
+    from tests.train.weight_sync.test_weight_sync import make_policy
+
+    policy = make_policy(folder, key_value_heads=2, vocabulary=320)
+    found = in_torchrun(ranks, "tests.train.reshard_ranks", policy, engine, training)
+    assert found
+    assert not any(found.values()), next(filter(None, found.values()))
+
+
+@gpu_test("part", "buffers are the host's, and layers are prepacked", packages=VLLM)
+def test_weights_of_training_arrive_in_the_engine_of_the_same_process(tmp_path: Path) -> None:
+    require_resharded(1, 1, 1, tmp_path)
+
+
+@gpu_test("part", "the exchange goes over gloo", devices=2, packages=VLLM)
+@pytest.mark.parametrize(("engine", "training"), [(1, 1), (2, 1), (2, 2)])
+def test_slices_of_weights_arrive_from_two_ranks(tmp_path: Path, engine: int, training: int) -> None:
+    require_resharded(2, engine, training, tmp_path)
+
+
+def require_turns(found: dict[str, Any]) -> None:
+    """What must hold of an engine that sleeps while its weights are trained."""
+    assert found["same after sleep"], "the same weights must give the same tokens after a sleep"
+    assert found["changed"], "an update must reach the engine"
+    for name in ("mismatch", "mismatch after"):
+        # bfloat16 has 8 bits: the same sums in another order differ by so much. On a CPU 0.037 and 0.18 were seen of
+        # this model, whose random weights are large; what a GPU gives is not known yet.
+        assert found[name]["mean"] < 0.06, found
+        assert found[name]["most"] < 0.6, found
+        assert 0.97 < found[name]["ratio"] < 1.03, found
+    assert found["moved"]["mean"] > 2 * found["mismatch after"]["mean"], "else the engine may have the old weights"
+    if DEVICE == "cuda":
+        assert found["free"]["asleep"] - found["free"]["awake"] > 2**26, "the KV cache and the weights are given back"
+        assert abs(found["free"]["awake again"] - found["free"]["awake"]) < 2**28, found["free"]
+        assert "the engine sleeps" in found["refused"]
+    assert found["homes of moments"] == ["cpu"], found
+
+
+@gpu_test("part", "nothing sleeps, is offloaded or is captured as a graph", packages=VLLM)
+def test_an_engine_sleeps_while_its_weights_are_trained_and_generates_with_the_new_ones(policy: Path) -> None:
+    require_turns(in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1))
+
+
+@gpu_test("part", "as with one rank, and over gloo", devices=2, packages=VLLM)
+def test_an_engine_of_two_ranks_sleeps_and_wakes_alike(policy: Path) -> None:
+    require_turns(in_torchrun(2, "tests.gpu.colocated_ranks", policy, 2))
+
+
+# ---------------------------------------------------------------------------------------- as a server's engine
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "standby weights": {},
+    "standby weights that are kept": {"shadow_weights": True},
+    "in place": {"in_place": True},
+}
+PROMPTS = [list(text.encode()) for text in ("the mill turns", "a", "water runs over the wheel, and the wheel " * 3)]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two policies: every token of the first is a small letter, of the second a capital one."""
+    from loadtests.bench_swap import LETTERS, Size, make_model
+    from serve.policies import probe
+    from serve.policies.store import PolicyStore
+
+    root = tmp_path_factory.mktemp("served")
+    dtype = "bfloat16" if device_type() == "cuda" else "float32"
+    size = Size("tiny", 128, 256, 2, 4, 2, 64, 258, dtype, 0, 0, 0, 20.0)
+    made = PolicyStore(root / "policies")
+    for seed, letters in LETTERS.items():
+        folder = make_model(size, root / f"model-{seed}", seed=seed, letters=letters)
+        made.publish(folder, parent=None, lineage={}, metrics={}, probe=probe.measure)
+    return made
+
+
+def on_server(
+    store: Any, version: int, act: Callable[[Any], Awaitable[Found]], *, eager: bool, swap: dict[str, Any], **extra: Any
+) -> Found:
+    """What ``act`` makes of a swapper whose engine was started on a version."""
+    from serve.config import EngineConfig, SwapConfig
+    from serve.swap.swapper import Swapper
+    from serve.vllm.engine import Engine
+
+    async def run() -> Found:
+        serving = store.serving()
+        store.promote(version, expected=serving and serving.version, who="test", why="test")
+        options = {"enforce_eager": eager, "kv_cache_bytes": 64 << 20, "max_model_len": 512, "extra": extra}
+        engine = Engine(EngineConfig(**options, **({"threads": 1} if DEVICE == "cpu" else {})))
+        swapper = Swapper(store, engine, SwapConfig(poll_seconds=3600, **swap), store.root.parent / "swaps.jsonl")
+        try:
+            await swapper.start()
+            return await act(swapper)
+        finally:
+            await swapper.close()
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+async def answers(swapper: Any) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens and their logprobs for each prompt, one after the other."""
+    from serve.vllm.engine import Sampling
+
+    found = []
+    for number, prompt in enumerate(PROMPTS):
+        name = f"{number} of {swapper.engine.version}"
+        answer = await swapper.engine.generate(name, prompt, Sampling(max_tokens=40, temperature=0.0))
+        (response,) = answer.responses
+        assert {version for _, version in response.policy_spans} == {swapper.engine.version}
+        found.append((list(response.token_ids), list(response.logprobs)))
+    return found
+
+
+@gpu_test("part", "the engine is eager: a CPU has no graphs", packages=VLLM)
+@pytest.mark.parametrize("way", WAYS)
+def test_after_an_exchange_a_server_answers_as_one_that_was_started_on_the_new_policy(store: Any, way: str) -> None:
+    eager = device_type() == "cpu"  # on a GPU, CUDA graphs go on reading where the weights were when they were captured
+
+    async def swapped(swapper: Any) -> Any:
+        found = {"before": await answers(swapper)}
+        for version in (2, 1, 2):
+            serving = swapper.store.serving().version
+            done = await swapper.swap_to(swapper.store.promote(version, expected=serving, who="test", why="test"))
+            assert done.ok, done.error
+            assert done.in_place == (way == "in place")
+            found[version] = await answers(swapper)
+        return found
+
+    found = on_server(store, 1, swapped, eager=eager, swap=WAYS[way])
+    fresh = on_server(store, 2, answers, eager=eager, swap=WAYS[way])
+    for (tokens, log_probs), (expected, of_them) in zip(found[2], fresh, strict=True):
+        assert tokens == expected
+        assert log_probs == pytest.approx(of_them, abs=1e-3)
+    assert [tokens for tokens, _ in found[1]] == [tokens for tokens, _ in found["before"]]
+    assert found[1] != found[2]
+
+
+@gpu_test("no", "vLLM has no fp8 kernels for one", packages=VLLM, capability=(8, 9))
+def test_fp8_generation_is_close_to_bfloat16_and_takes_new_weights(store: Any) -> None:
+    async def swapped(swapper: Any) -> Any:
+        before = await answers(swapper)
+        serving = swapper.store.serving().version
+        done = await swapper.swap_to(swapper.store.promote(2, expected=serving, who="test", why="test"))
+        assert done.ok, done.error
+        return before, await answers(swapper)
+
+    of_both = {
+        name: on_server(store, 1, swapped, eager=True, swap={"in_place": True}, **extra)
+        for name, extra in {"bfloat16": {}, "fp8": {"quantization": "fp8"}}.items()
+    }
+    for exact, found in zip(of_both["bfloat16"], of_both["fp8"], strict=True):
+        for (_, expected), (_, log_probs) in zip(exact, found, strict=True):
+            # The first token has the same prompt behind it, whatever was chosen after it.
+            assert log_probs[0] == pytest.approx(expected[0], abs=0.5)
+
+
+@gpu_test("no", "Ray deals out no devices there", devices=2, packages=("ray", "vllm"))
+def test_each_rank_of_a_pool_has_a_device_of_its_own() -> None:
+    import ray
+
+    from train.config.training import TrainConfig
+    from train.workers.role_groups import start_pools
+
+    config = TrainConfig.model_validate({"ranks": 2, "start_timeout_s": 200, "step_timeout_s": 100})
+    ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
+    try:
+        with start_pools(config) as pools:
+            group = pools["all"].group("any", "train.controller.worker:Worker")
+            devices = group.device(None)
+            assert len({(device.host, device.index) for device in devices}) == 2, devices
+    finally:
+        ray.shutdown()
