@@ -148,7 +148,7 @@ def _is_assistant(message: Any) -> bool:
 
 
 def _beginnings(messages: Sequence[Any]) -> list[bytes]:
-    """A hash of no messages, of the first, of the first two, …: each message is written once, however many there are."""
+    """A hash of no messages, of the first, of the first two, …: each message is written once, whatever their number."""
     hashed = hashlib.blake2b(digest_size=16)
     found = [hashed.digest()]
     for message in messages:

@@ -19,7 +19,9 @@ from train.environments.episode import EpisodeDropped, TrainedSequence
 class Conversation:
     """One episode's messages, and the sequences that are learned from."""
 
-    def __init__(self, text: Text, messages: list[Message], tools: Sequence[Tool], *, split: bool, vocabulary: int) -> None:
+    def __init__(
+        self, text: Text, messages: list[Message], tools: Sequence[Tool], *, split: bool, vocabulary: int
+    ) -> None:
         """Begin with the first messages.
 
         Args:
@@ -52,7 +54,7 @@ class Conversation:
             token_ids: its tokens; ``ended``: the last one of them ended it.
 
         Raises:
-            EpisodeDropped: as of ``__init__``, or the template rewrites earlier turns and the episode isn't to be split.
+            EpisodeDropped: as of ``__init__``; or earlier turns are rewritten, and the episode isn't to be split.
         """
         before, self.messages = self.messages, [*self.messages, turn, *observation]
         raw = self._raw(token_ids)
@@ -108,7 +110,9 @@ class Conversation:
         except Exception as error:  # of half a character, as the JSON of a call may have
             raise EpisodeDropped("tokens", f"the tokenizer fails: {type(error).__name__}: {error}") from error
         if not token_ids:
-            raise EpisodeDropped("template", "the chat template renders no token where the policy should read something")
+            raise EpisodeDropped(
+                "template", "the chat template renders no token where the policy should read something"
+            )
         if (largest := max(token_ids)) >= self._vocabulary:
             unknown = self._text.tokenizer.convert_ids_to_tokens(largest)
             raise EpisodeDropped(

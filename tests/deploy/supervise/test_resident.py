@@ -214,7 +214,9 @@ def test_an_engine_whose_context_vllm_finds_by_its_cache_is_lent_for_one_with_as
 def test_a_run_whose_tokens_are_labelled_takes_over_no_engine_that_schedules_ahead(tmp_path: Path) -> None:
     make_home(tmp_path)
     found = PolicyStore(tmp_path / "policies").get(1)
-    runs = [job(tmp_path, f"of-{steps}", **GRPO, rollout={"max_tokens": 6, "staleness": steps})[0] for steps in (0, 1, 2)]
+    runs = [
+        job(tmp_path, f"of-{steps}", **GRPO, rollout={"max_tokens": 6, "staleness": steps})[0] for steps in (0, 1, 2)
+    ]
     schedules_ahead, labels, also_labels = (rollout_engine(config, found) for config in runs)
     assert schedules_ahead != labels == also_labels
 

@@ -140,7 +140,9 @@ def test_half_a_character_that_a_tool_repeats_of_the_json_of_a_call_drops_the_ep
 
 def test_a_token_that_the_tokenizer_has_and_the_model_does_not_drops_the_episode() -> None:
     of = text(TEMPLATE)
-    with pytest.raises(EpisodeDropped, match="the tokenizer has 'ab' as token 102, and the model 102 tokens") as dropped:
+    with pytest.raises(
+        EpisodeDropped, match="the tokenizer has 'ab' as token 102, and the model 102 tokens"
+    ) as dropped:
         Conversation(of, USER, [], split=True, vocabulary=len(of.tokenizer) - 1)
     assert dropped.value.reason == "tokens"
 

@@ -178,7 +178,9 @@ def test_limits_of_turns_tokens_and_context_end_an_episode(engine: OfflineEngine
         assert episode.truncated
         assert episode.sampled_tokens <= 20
     lengths = []
-    for episode in play(engine, "players:Counting", [{}] * 8, limits=replace(LIMITS, episode=10**6), max_turns=50, **many):
+    for episode in play(
+        engine, "players:Counting", [{}] * 8, limits=replace(LIMITS, episode=10**6), max_turns=50, **many
+    ):
         assert episode.truncated
         [sequence] = episode.sequences
         lengths.append(len(sequence.prompt) + len(sequence.token_ids))
