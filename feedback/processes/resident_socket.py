@@ -17,9 +17,11 @@ A request that comes while another is worked on is answered with ``busy``.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import select
+import signal
 import socket
 import struct
 import sys
@@ -28,9 +30,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
 from typing import Any, Final
 
 from feedback.processes.fork_server import is_ours
+
+log = logging.getLogger(__name__)
 
 ADDRESS: Final = "MILLRACE_RESIDENT"
 """The environment variable with the name of the socket and its secret, for all processes below the owner."""
@@ -126,6 +131,7 @@ def connect(*, start: bool = False) -> Connection | None:
         connection: Connection = Connection(connecting.detach())
     try:
         if not connection.poll(PATIENCE_S):
+            _end_stopped(name.removesuffix(_OWN) + _OWN)
             raise EOFError
         with _limited(connection):
             answer_challenge(connection, secret.encode())
@@ -134,6 +140,21 @@ def connect(*, start: bool = False) -> Connection | None:
         connection.close()
         return None
     return connection
+
+
+def _end_stopped(name: str) -> None:
+    """Kill workers that did not answer because they are stopped: they would keep all who ask later waiting as long."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
+        _limit(own, _GREETING_S)
+        try:
+            own.connect(f"\0{name}")
+        except OSError:  # they have ended, or are about to begin
+            return
+        process, _, _ = struct.unpack("3i", own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        with suppress(OSError, IndexError):
+            if is_ours(own) and Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                log.warning("the resident workers (process %d) are stopped, and killed for it", process)
+                os.kill(process, signal.SIGKILL)  # its subreaper ends all that is below it
 
 
 @contextmanager

@@ -19,7 +19,7 @@ class Small(Worker):
 
     def __init__(self, *, folder: Path, **peers: Any) -> None:
         super().__init__(**peers)
-        self.folder = folder
+        self.folder, self.noted = folder, list[str]()
 
     @dispatch(to_all_gathered)
     def where(self, _: None) -> tuple[int, int]:
@@ -36,6 +36,14 @@ class Small(Worker):
     @dispatch(per_token)
     def tokens(self, batch: Any) -> torch.Tensor:
         return batch.tokens.float()
+
+    @dispatch(to_all)
+    def note(self, word: str) -> None:
+        self.noted.append(word)
+
+    @dispatch(to_all_gathered)
+    def all_noted(self, _: None) -> list[str]:
+        return self.noted
 
     @dispatch(to_all)
     def modules(self, name: str) -> bool:

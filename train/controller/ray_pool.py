@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,6 +100,7 @@ class ResourcePool(Pool):
         self.call_timeout_s, self.start_timeout_s = call_timeout_s, start_timeout_s
         self.failure: WorkerError | None = None
         self.hosts: list[Any] = []
+        self._starting = Lock()  # calls of several threads reach all ranks in one order
         self._place = reserve(
             name, ranks, {"CPU": threads, **({"GPU": gpus} if gpus else {})}, strategy, start_timeout_s
         )
@@ -130,7 +132,8 @@ class ResourcePool(Pool):
                 f"{what}: an earlier call failed, and its ranks are out of step: {self.failure}", kind=self.failure.kind
             )
         calls = zip(self.hosts, arguments, strict=False)
-        refs = {getattr(host, name).remote(*a): rank for rank, (host, a) in enumerate(calls)}
+        with self._starting:
+            refs = {getattr(host, name).remote(*a): rank for rank, (host, a) in enumerate(calls)}
         return RayCall(self, what, refs, join)
 
     def close(self) -> None:

@@ -90,8 +90,9 @@ class Curriculum:
         those that rest last, and then again from the beginning.
         """
         count, taken, passed, resting = self.prompts.count, dict[str, int](), dict[str, int](), dict[str, int]()
-        for _ in range(max(count, 2 * len(self.prompts.items))):
-            if len(taken) == count or not self.prompts.items:
+        items = len(self.prompts.items)
+        for _ in range(max(count, 2 * items) if items else 0):
+            if len(taken) == count:
                 break
             position, self.position = self.position, self.position + 1
             name = key(self._prompt(position).prompt_token_ids)

@@ -29,6 +29,7 @@ from train.batch.packed import PackedBatch, Rollout
 from train.config.context_length import longest_context
 from train.config.training import TrainConfig
 from train.data.demonstrations import DemonstrationTokenizer, UnfitTextError
+from train.data.own_prompts import FOREIGN_TOKENS
 from train.data.prompts import Cycled
 
 T = TypeVar("T")
@@ -43,7 +44,6 @@ Response = tuple[list[int] | None, str, float]
 """(token ids as captured, None if people wrote it or it was imported; its text; reward: 1, 0, or a vote between)."""
 
 TOO_LONG: Final = "longer than the model's context"
-FOREIGN_TOKENS: Final = "tokens that the model does not have"
 EMPTY: Final = "no tokens"
 NO_WEIGHT: Final = "without a weight in train.reward_model.weights"
 _IDS_OF_A_PAIR: Final = ("chosen_response_id", "rejected_response_id")

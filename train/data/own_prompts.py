@@ -18,6 +18,7 @@ from train.config.sections import PromptSource
 
 TOO_LONG: Final = "too long"
 DUPLICATE: Final = "duplicates"
+FOREIGN_TOKENS: Final = "tokens that the model does not have"
 NO_TEMPLATE: Final = "that the chat template fails on"
 
 
@@ -55,9 +56,10 @@ def read_all(
     Raises:
         RecordError: a file can't be read, or a line or row of it is broken; it is named.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     text, seen, found = Text(AutoTokenizer.from_pretrained(policy)), set[tuple[int, ...]](), []
+    vocabulary = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
     for source in sources:
         prompts: list[Prompt] = []
         left_out: Counter[str] = Counter()
@@ -70,7 +72,13 @@ def read_all(
                 left_out[str(error)] += 1
                 continue
             ids = tuple(prompt.prompt_token_ids)
-            if reason := (DUPLICATE if ids in seen else TOO_LONG if len(ids) > longest else unfit(prompt)):
+            if ids in seen:
+                left_out[DUPLICATE] += 1
+            elif len(ids) > longest:
+                left_out[TOO_LONG] += 1
+            elif max(ids) >= vocabulary:
+                left_out[FOREIGN_TOKENS] += 1
+            elif reason := unfit(prompt):
                 left_out[reason] += 1
             else:
                 prompts.append(prompt)

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,11 +199,13 @@ class Cycled:
         if not self.items or not count:
             return []
         size = len(self.items)
-        orders = {turn: self._order(turn) for turn in range(first // size, (first + count - 1) // size + 1)}
+        orders = {t: _order(f"{self.seed}:{t}", size) for t in range(first // size, (first + count - 1) // size + 1)}
         return [self.items[orders[i // size][i % size]] for i in range(first, first + count)]
 
-    def _order(self, turn: int) -> list[int]:
-        return random.Random(f"{self.seed}:{turn}").sample(range(len(self.items)), len(self.items))
+
+@lru_cache(maxsize=8)  # a curriculum looks at one step after the other
+def _order(seed: str, size: int) -> list[int]:
+    return random.Random(seed).sample(range(size), size)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -127,10 +127,12 @@ class Reward:
             raise RewardError(f"{_setting_of(settings)}: {error}") from error
         self.scorer = scorer_name(self.sources)
         self._limited = with_timeout(self._rewards, timeout_s)
+        self._turn = Lock()  # of the threads that ask: a user's function, or a tokenizer, may not bear two calls
 
     def __call__(self, rows: pa.Table) -> Rewards:
         """Raises RewardError if a source can't be used at all, or time is up."""
-        return self._limited(rows)
+        with self._turn:
+            return self._limited(rows)
 
     def _rewards(self, rows: pa.Table) -> Rewards:
         if not isinstance(self.settings, ApiConfig):

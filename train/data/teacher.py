@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from typing import Any, Final
 
 import httpx
@@ -21,6 +20,8 @@ from feedback.scoring.sources.openai_api import CallFailed, NoAnswer, OpenAIApi
 from feedback.scoring.sources.rules import PerToken, Reasons, Values
 
 NAME: Final = "teacher"
+_IMPOSSIBLE: Final = -9999.0
+"""What vLLM says in place of minus infinity: a logprob that no advantage can be made of."""
 _UNREAD: Final = "\ufffd"
 """In the text of a token that is a part of a character."""
 
@@ -70,7 +71,7 @@ class Teacher:
             raise CallFailed(f"an answer without logprobs{self._api.error_in(body)}") from None
         if len(log_probs) != len(response) or len(tokens) != len(response):
             raise NoAnswer(f"logprobs of {len(log_probs)} tokens for {len(response)}: the API does not echo token ids")
-        if not all(isinstance(value, int | float) and math.isfinite(value) and value <= 0 for value in log_probs):
+        if not all(isinstance(value, int | float) and _IMPOSSIBLE < value <= 0 for value in log_probs):
             raise NoAnswer("logprobs that are none")
         self._require_same_text(tokens, row["response"])
         return PerToken.of(log_probs, len(response))

@@ -19,12 +19,19 @@ from train.environments.episode import EpisodeDropped, TrainedSequence
 class Conversation:
     """One episode's messages, and the sequences that are learned from."""
 
-    def __init__(self, text: Text, messages: list[Message], tools: Sequence[Tool], *, split: bool) -> None:
-        """``split``: have a turn begin a sequence where the turns before were rewritten; False drops the episode.
+    def __init__(
+        self, text: Text, messages: list[Message], tools: Sequence[Tool], *, split: bool, vocabulary: int
+    ) -> None:
+        """Begin with the first messages.
 
-        Raises EpisodeDropped if the template fails.
+        Args:
+            split: have a turn begin a sequence where the turns before were rewritten; False drops the episode.
+            vocabulary: of the model, whose tokens have ids below it; a tokenizer may know more.
+
+        Raises:
+            EpisodeDropped: the template fails, or there are no tokens for what it renders.
         """
-        self._text, self._tools, self._split = text, list(tools), split
+        self._text, self._tools, self._split, self._vocabulary = text, list(tools), split, vocabulary
         self.messages = messages
         self.rendered = self._render(messages, prompt=True)
         self.sequences = [TrainedSequence(self._token_ids(self.rendered))]
@@ -47,7 +54,7 @@ class Conversation:
             token_ids: its tokens; ``ended``: the last one of them ended it.
 
         Raises:
-            EpisodeDropped: the template fails, or rewrites earlier turns and the episode isn't to be split.
+            EpisodeDropped: as of ``__init__``; or earlier turns are rewritten, and the episode isn't to be split.
         """
         before, self.messages = self.messages, [*self.messages, turn, *observation]
         raw = self._raw(token_ids)
@@ -55,8 +62,7 @@ class Conversation:
         full = self._render(self.messages, prompt=True)
         said = self._behind(full, [*before, turn], raw, end)
         if said is not None:
-            if not (new := self._text.token_ids(said, special_tokens=False)):
-                raise EpisodeDropped("template", "the chat template renders nothing after the policy's turn")
+            new = self._token_ids(said)
             self.sequences[-1].add(new, [0.0] * len(new), sampled=False)
         elif self._split:
             self.sequences.append(TrainedSequence(self._token_ids(full)))
@@ -99,8 +105,19 @@ class Conversation:
             raise EpisodeDropped("template", f"the chat template fails: {type(error).__name__}: {error}") from error
 
     def _token_ids(self, rendered: str) -> list[int]:
-        if not (token_ids := self._text.token_ids(rendered, special_tokens=False)):
-            raise EpisodeDropped("template", "the chat template renders no token")
+        try:
+            token_ids = self._text.token_ids(rendered, special_tokens=False)
+        except Exception as error:  # of half a character, as the JSON of a call may have
+            raise EpisodeDropped("tokens", f"the tokenizer fails: {type(error).__name__}: {error}") from error
+        if not token_ids:
+            raise EpisodeDropped(
+                "template", "the chat template renders no token where the policy should read something"
+            )
+        if (largest := max(token_ids)) >= self._vocabulary:
+            unknown = self._text.tokenizer.convert_ids_to_tokens(largest)
+            raise EpisodeDropped(
+                "tokens", f"the tokenizer has {unknown!r} as token {largest}, and the model {self._vocabulary} tokens"
+            )
         return token_ids
 
     def _raw(self, token_ids: list[int]) -> str:

@@ -35,22 +35,22 @@ class Start:
     sampling: Callable[[int], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class _Turn:
-    episode: str
-    context: list[int]
-    max_tokens: int
-    turn: int
-    reply: SimpleQueue[Sample | None]
-
-
-@dataclass
+@dataclass(eq=False)
 class _Running:
     """``since``: when the episode was last handed to its environment; None while the policy's turn is sampled."""
 
+    key: str
     start: Start
     since: float | None
     reply: SimpleQueue[Sample | None]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    of: _Running
+    context: list[int]
+    max_tokens: int
+    turn: int
 
 
 class _GivenUp(BaseException):
@@ -77,7 +77,7 @@ class Player:
         """
         self._engine, self._text, self._config, self._limits = engine, text, config, limits
         self._make, self._params, self._to_sample, self._start_of = make, params, to_sample, start_of
-        self._events: SimpleQueue[_Turn | tuple[str, Episode | BaseException]] = SimpleQueue()
+        self._events: SimpleQueue[_Turn | tuple[_Running, Episode | BaseException]] = SimpleQueue()
         self._waiting: deque[tuple[str, Start]] = deque()
         self._running: dict[str, _Running] = {}
         self._sampling: dict[str, _Turn] = {}
@@ -113,24 +113,23 @@ class Player:
         self._events = SimpleQueue()  # what threads say from here on is of no interest
 
     def _begin(self, key: str, start: Start) -> None:
-        reply: SimpleQueue[Sample | None] = SimpleQueue()
-        self._running[key] = _Running(start, time.monotonic(), reply)
+        running = self._running[key] = _Running(key, start, time.monotonic(), SimpleQueue())
         events = self._events
 
         def sample(context: list[int], max_tokens: int, turn: int) -> Sample:
-            events.put(_Turn(key, context, max_tokens, turn, reply))
-            if (sampled := reply.get()) is None:
+            events.put(_Turn(running, context, max_tokens, turn))
+            if (sampled := running.reply.get()) is None:
                 raise _GivenUp
             return sampled
 
         def work() -> None:
             try:
                 played = run_episode(self._make, start.prompt, sample, self._text, self._config, self._limits)
-                events.put((key, played))
+                events.put((running, played))
             except _GivenUp:
                 pass
             except BaseException as error:  # noqa: BLE001  raised where the episodes are waited for
-                events.put((key, error))
+                events.put((running, error))
 
         Thread(target=work, name=f"episode-{key}", daemon=True).start()
 
@@ -142,20 +141,21 @@ class Player:
             except Empty:
                 return
             wait = False
-            if isinstance(event, _Turn):
-                if event.episode in self._running:  # else it was given up
-                    self._submit(event, self._running[event.episode])
-            elif event[0] in self._running:
-                key, outcome = event
-                del self._running[key]
-                if isinstance(outcome, BaseException):
-                    raise outcome
-                found[key] = outcome
+            running, outcome = (event.of, event) if isinstance(event, _Turn) else event
+            if self._running.get(running.key) is not running:  # it was given up; a later one may have its key
+                continue
+            if isinstance(outcome, _Turn):
+                self._submit(outcome)
+                continue
+            del self._running[running.key]
+            if isinstance(outcome, BaseException):
+                raise outcome
+            found[running.key] = outcome
 
-    def _submit(self, turn: _Turn, running: _Running) -> None:
-        running.since = None
-        params = self._params(max_tokens=turn.max_tokens, detokenize=False, **running.start.sampling(turn.turn))
-        name = f"{turn.episode}-{turn.turn}"
+    def _submit(self, turn: _Turn) -> None:
+        turn.of.since = None
+        params = self._params(max_tokens=turn.max_tokens, detokenize=False, **turn.of.start.sampling(turn.turn))
+        name = f"{turn.of.key}-{turn.turn}"
         self._sampling[name] = turn
         add_request(self._engine, name, turn.context, params)
 
@@ -164,8 +164,8 @@ class Player:
             if not output.finished:
                 continue
             turn = self._sampling.pop(output.request_id)
-            self._running[turn.episode].since = time.monotonic()
-            turn.reply.put(self._to_sample(output.outputs[0], turn.context))
+            turn.of.since = time.monotonic()
+            turn.of.reply.put(self._to_sample(output.outputs[0], turn.context))
 
     def _give_up(self, found: dict[str, Episode]) -> None:
         """Drop the episodes whose environments hold their threads: what is cooperative has its own time limit."""

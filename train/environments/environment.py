@@ -34,8 +34,10 @@ class EpisodePrompt:
 
     @property
     def as_messages(self) -> list[Message]:
-        """The messages, or the text as the user's."""
-        return self.messages if self.messages is not None else [{"role": "user", "content": self.text or ""}]
+        """The messages, or the text as the user's. Raises ValueError for a prompt that came as token ids."""
+        if self.messages is None and self.text is None:
+            raise ValueError("the prompt came as token ids, and has no text to begin an episode with")
+        return self.messages if self.messages is not None else [{"role": "user", "content": self.text}]
 
 
 @dataclass(frozen=True)

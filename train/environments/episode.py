@@ -84,6 +84,7 @@ REASONS = {
     "unknown_tool": "the policy called a tool that does not exist",
     "tool_parser": "the tool parser fails on what the policy said",
     "template": "the chat template fails on the conversation",
+    "tokens": "the model has no tokens for what the environment, or a call, says",
     "rewritten": "the chat template rewrites earlier turns",
     "too_long": "the first messages leave no room for a turn",
 }

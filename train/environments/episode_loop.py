@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """Tokens that an episode may have. ``turn``, ``episode``: sampled ones; ``context``: all of a sequence."""
+    """Tokens that an episode may have. ``turn``, ``episode``: sampled ones; ``context``: all of a sequence.
+
+    ``vocabulary``: the ids of all are below it.
+    """
 
     turn: int
     episode: int
     context: int
+    vocabulary: int
 
 
 Sampler = Callable[[list[int], int, int], Sample]
@@ -65,7 +69,8 @@ def _play(
     messages = call.reset(prompt)
     tools, names = call.tools()
     parser = _parser(config, text, tools)
-    conversation = Conversation(text, messages, tools, split=config.rewritten_turns == "split")
+    split = config.rewritten_turns == "split"
+    conversation = Conversation(text, messages, tools, split=split, vocabulary=limits.vocabulary)
     rewards: list[float | None] = []
     sampled, done = 0, False
     while not done:

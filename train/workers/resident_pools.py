@@ -157,6 +157,7 @@ def rollout_engine(config: TrainConfig, policy: Policy) -> dict[str, Any]:
         "enforce_eager": r.enforce_eager,
         "extra": {},
         "kv_cache_bytes": cache.size,
+        "labels_tokens": r.staleness > 0,  # it schedules no step ahead then
     }
 
 

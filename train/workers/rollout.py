@@ -227,7 +227,7 @@ class RolloutWorker(Worker):
 
     def _player(self) -> Player:
         assert self.config.environment is not None
-        r = self.config.rollout
+        r, model = self.config.rollout, self.llm.model_config
 
         def start(request: Request) -> Start:
             assert request.seed is not None
@@ -238,7 +238,7 @@ class RolloutWorker(Worker):
             self.llm.llm_engine,
             self.text,
             self.config.environment,
-            Limits(r.max_tokens, self.config.longest_response, self.llm.model_config.max_model_len),
+            Limits(r.max_tokens, self.config.longest_response, model.max_model_len, model.get_vocab_size()),
             environments.maker(self.config.environment),
             sampling_params,
             self._sample,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -210,6 +211,16 @@ def test_an_engine_whose_context_vllm_finds_by_its_cache_is_lent_for_one_with_as
     assert "kv_cache_bytes" in str(pools.refusal(EngineConfig(kv_cache_bytes=2**25), found))
 
 
+def test_a_run_whose_tokens_are_labelled_takes_over_no_engine_that_schedules_ahead(tmp_path: Path) -> None:
+    make_home(tmp_path)
+    found = PolicyStore(tmp_path / "policies").get(1)
+    runs = [
+        job(tmp_path, f"of-{steps}", **GRPO, rollout={"max_tokens": 6, "staleness": steps})[0] for steps in (0, 1, 2)
+    ]
+    schedules_ahead, labels, also_labels = (rollout_engine(config, found) for config in runs)
+    assert schedules_ahead != labels == also_labels
+
+
 OWNER = """
 import sys
 from pathlib import Path
@@ -276,6 +287,45 @@ def test_what_does_not_know_the_secret_is_not_heard_and_who_hangs_up_is_noticed(
         assert resident_socket.hung_up(other)
         other.close()
         assert resident_socket.wait_until_gone(connection, 5.0)
+
+
+STOPPED = """
+import os, signal, sys
+from feedback.processes.resident_socket import Listener
+listener = Listener.inherited(os.dup(0))
+if sys.argv[1] == "stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+print("here", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("stopped", -signal.SIGKILL), ("busy", None)])
+def test_workers_that_are_stopped_while_they_rest_are_waited_for_once(
+    how: str, code: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = resident_socket.listen()
+    assert listener is not None
+    monkeypatch.setenv(resident_socket.ADDRESS, listener.address)
+    monkeypatch.setattr(resident_socket, "PATIENCE_S", 0.5)
+    command = [sys.executable, "-P", "-c", STOPPED, how]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with (
+        listener.owners as owners,
+        subprocess.Popen(command, stdin=owners, stdout=subprocess.PIPE, env=environment) as workers,
+    ):
+        if how == "stopped":
+            assert gone(lambda: psutil.Process(workers.pid).status() == psutil.STATUS_STOPPED)
+        else:
+            assert workers.stdout is not None
+            workers.stdout.readline()
+        try:
+            assert resident_socket.connect(start=True) is None
+            if code is not None:
+                workers.wait(20)
+            assert workers.poll() == code
+        finally:
+            workers.kill()
 
 
 def test_who_connects_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,30 @@ def test_what_a_teacher_can_not_say_is_missing_with_the_reason(api: ApiConfig, t
     assert "HTTP 404" in str(Teacher(unknown, 60).by_row(rows(([2], [5, 6], text)))[1][0])
     nobody = api.model_copy(update={"url": "http://127.0.0.1:1/v1", "backoff_s": 0.01})
     assert "2 attempts" in str(Teacher(nobody, 60).by_row(rows(([2], [5, 6], text)))[1][0])
+
+
+def test_a_token_that_is_impossible_to_the_teacher_leaves_its_response_without_a_reward() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            told = {"token_logprobs": [None, -0.5, -9999.0], "tokens": ["x", "a", "b"]}
+            body = json.dumps({"choices": [{"logprobs": told}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever)
+        config = ApiConfig(url=f"http://127.0.0.1:{server.server_port}/v1", model="t", attempts=1)
+        try:
+            values, reasons = Teacher(config, 60).by_row(rows(([2], [5, 6], "ab")))
+        finally:
+            server.shutdown()
+    assert (values, reasons) == ([None], ["logprobs that are none"])
 
 
 def test_a_tokens_advantage_is_what_the_teacher_gives_it_more_than_the_policy_did() -> None:

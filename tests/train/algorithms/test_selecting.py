@@ -43,6 +43,13 @@ def test_what_is_good_enough_is_learned_and_of_equal_responses_to_a_prompt_one()
     assert load(algorithm("rejection_sampling")).kept(equal) == [equal[0], equal[2]]
 
 
+def test_episodes_that_end_alike_are_equal_only_if_they_went_alike() -> None:
+    """As where a template takes what was thought out of the turns before the last."""
+    thoughts = [Rollout([3], [thought, 5], [0.0, 0.0], 1.0, 0) for thought in (7, 8, 7)]
+    episodes = [Rollout([3, 5], [4, 5], [0.0, 0.0], 1.0, 0, earlier=(thought,)) for thought in thoughts]
+    assert load(algorithm("rejection_sampling")).kept(episodes) == episodes[:2]
+
+
 def test_a_group_of_equal_rewards_has_no_best_one_unless_all_are_kept() -> None:
     groups = rollouts([1.0, 1.0], [0.0, 1.0])
     for config, count in ((algorithm("best_of_n"), 1), (algorithm("best_of_n", filter_groups=False), 2)):

@@ -112,6 +112,28 @@ def test_ranks_that_share_a_sequence_get_the_same_and_answer_once() -> None:
     assert join(dealt) == [1, 2, 3]
 
 
+def test_calls_of_two_threads_reach_all_ranks_in_one_order(small: WorkerGroup) -> None:
+    """Else ranks that share an engine would be in two calls at once."""
+
+    def work(name: str) -> None:
+        for pending in [small.note.start(f"{name}{number}") for number in range(300)]:
+            pending.result()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    first, second = small.all_noted()
+    assert len(first) == 600
+    assert first == second
+
+
 def test_calls_to_two_pools_overlap(small: WorkerGroup, folder: Path) -> None:
     with started(ranks=1) as other:
         second = other.group("small", "small_workers:Small", folder=folder)

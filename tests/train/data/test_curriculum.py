@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +94,21 @@ def test_a_step_is_full_and_has_no_prompt_twice_even_where_all_rest() -> None:
     assert [len(set(prompts)) for prompts in drawn] == [8] * 6
     assert [len(prompts) for prompts in play(curriculum(prompts=3), range(3), {})] == [8] * 3
     assert curriculum(prompts=0).at(0) == []
+
+
+def test_a_step_that_passes_over_most_prompts_shuffles_and_lists_them_no_more_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shuffled, listed, sample, items = [], [], random.Random.sample, Mixed.items.fget
+    monkeypatch.setattr(random.Random, "sample", lambda self, *a: shuffled.append(a) or sample(self, *a))
+    monkeypatch.setattr(Mixed, "items", property(lambda self: listed.append(self) or items(self)))
+    sources = [Cycled(PROMPTS[:20], 1, "shuffled"), Cycled(PROMPTS[20:], 1, "listed")]
+    of = Curriculum(CurriculumConfig(), Mixed(sources, [1.0, 1.0], 2), 3)
+    of.rests_until = dict.fromkeys(of.known, 100)
+    assert len(numbers(of.at(0))) == 2
+    assert of.position == 80, "it has looked at each twice"
+    assert len(shuffled) <= 4
+    assert len(listed) <= 2
 
 
 def test_a_run_that_goes_on_draws_what_it_would_have_drawn() -> None:

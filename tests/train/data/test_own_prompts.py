@@ -85,6 +85,19 @@ def test_columns_are_mapped_and_a_text_can_be_put_into_the_chat_template(
     assert prompt.metadata == {"answer": "b", "level": "3"}
 
 
+def test_a_prompt_with_a_token_that_the_tokenizer_has_and_the_model_does_not_is_left_out(
+    lake: Lake, policy: Path, tmp_path: Path
+) -> None:
+    larger = shutil.copytree(policy, tmp_path / "policies" / policy.name)
+    tokenizer = AutoTokenizer.from_pretrained(larger)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(larger)
+    file = write(tmp_path / "own.jsonl", {"prompt": "ends <more>"}, {"prompt": "ends ab>"})
+    data = read(lake, larger, {"path": file})
+    assert texts(data) == ["ends ab>"]
+    assert data.own[0].left_out == {"tokens that the model does not have": 1}
+
+
 def test_rows_that_teach_nothing_are_left_out_and_counted_by_reason(lake: Lake, policy: Path, tmp_path: Path) -> None:
     suite = write(tmp_path / "suite.jsonl", {"id": "1", "prompt": "held out"})
     rows = ["odds ab>", "odds ab>", "", "o" * 13, "HELD  out", "ends ab>"]

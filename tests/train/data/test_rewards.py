@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -105,6 +106,26 @@ def test_a_function_that_fails_on_all_stops_the_step_by_name_also_as_one_of_seve
             TrainingStopped, match=rf"{named} gave none of 2 responses a value \(2 × rule {named} {message}"
         ):
             check_rewards(found, max_missing=1, per_token=False)
+
+
+def test_a_function_is_in_one_call_at_a_time_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step's responses are rewarded, those to held-out prompts may be, too."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "meeting_rewards.py").write_text(
+        "import contextlib, threading\n"
+        "barrier, met = threading.Barrier(2), []\n"
+        "def reward(rows):\n"
+        "    with contextlib.suppress(threading.BrokenBarrierError):\n"
+        "        met.append(barrier.wait(1))\n"
+        "    return [0.0] * len(rows)\n"
+    )
+    reward = Reward("meeting_rewards:reward", 60)
+    others = [threading.Thread(target=reward, args=(rows("a"),)) for _ in range(2)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert sys.modules.pop("meeting_rewards").met == []
 
 
 def test_a_function_that_fails_on_one_response_leaves_out_that_one_with_the_reason(

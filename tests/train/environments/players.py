@@ -46,6 +46,18 @@ class LastOne(Counting):
         return await super().step(text, tool_calls)
 
 
+class Late(Counting):
+    """Episode 0 holds its thread until it may go on, and then has ended."""
+
+    may_go_on = threading.Event()
+
+    async def step(self, text: str, tool_calls: Sequence[ToolCall]) -> Step:
+        if self.number == 0 and not self.may_go_on.is_set():
+            self.may_go_on.wait(60)
+            return [], 99.0, True
+        return await super().step(text, tool_calls)
+
+
 class Exiting(Counting):
     """Ends the process that makes it, as a command that can't read its arguments does."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def played(
 ) -> tuple[Text, Conversation]:
     """A conversation after a turn of these tokens, which ``said`` is as text, and an answer to it."""
     of = text(template)
-    conversation = Conversation(of, USER, [], split=others.pop("split", True))
+    conversation = Conversation(of, USER, [], split=others.pop("split", True), vocabulary=len(of.tokenizer))
     sampled = ids(of, *turn)
     conversation.add_turn(sampled, [-1.0] * len(sampled))
     message = assistant_message(said, others.pop("calls", []))
@@ -127,6 +128,23 @@ def test_a_template_that_fails_is_the_reason() -> None:
             [{"role": "tool", "content": "x"}],
         )
     assert dropped.value.reason == "template"
+
+
+def test_half_a_character_that_a_tool_repeats_of_the_json_of_a_call_drops_the_episode() -> None:
+    calls = [ToolCall("call_0_0", "look", json.loads(r'{"k": "\ud800"}'))]
+    answer = {"role": "tool", "content": f"no {calls[0].arguments['k']}"}
+    with pytest.raises(EpisodeDropped, match="the tokenizer fails: TypeError") as dropped:
+        played(TEMPLATE, ["c", "<eos>"], "", [answer], calls=calls)
+    assert dropped.value.reason == "tokens"
+
+
+def test_a_token_that_the_tokenizer_has_and_the_model_does_not_drops_the_episode() -> None:
+    of = text(TEMPLATE)
+    with pytest.raises(
+        EpisodeDropped, match="the tokenizer has 'ab' as token 102, and the model 102 tokens"
+    ) as dropped:
+        Conversation(of, USER, [], split=True, vocabulary=len(of.tokenizer) - 1)
+    assert dropped.value.reason == "tokens"
 
 
 def test_a_template_that_does_not_say_where_a_turn_ends_still_has_what_comes_after_it() -> None:

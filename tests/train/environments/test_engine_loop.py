@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from train.rollouts.request import Request
 from train.rollouts.responses import until_ended
 from train.workers.rollout import to_sample, turn_sampling
 
-LIMITS = Limits(turn=18, episode=54, context=64)
+LIMITS = Limits(turn=18, episode=54, context=64, vocabulary=30)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +51,10 @@ def play(
     engine: OfflineEngine, name: str, metadata: list[dict[str, str]], *, limits: Limits = LIMITS, **settings: Any
 ) -> list[Episode]:
     """An episode for each prompt's metadata, which its number is added to."""
-    config = EnvironmentConfig.model_validate({"name": name, **settings})
-    llm = engine._llm
-    text = Text(llm.get_tokenizer())
+    return until_ended(player_of(engine, name, limits=limits, **settings), requests_for(metadata), {})
+
+
+def requests_for(metadata: list[dict[str, str]]) -> list[Request]:
     starts = [
         Start(
             EpisodePrompt(f"{key}?", None, {"number": str(i), **of}, seed=1000 + i),
@@ -59,10 +62,15 @@ def play(
         )
         for i, (key, of) in enumerate(zip(keys(), metadata, strict=False))
     ]
+    return [Request(f"episode-{i}", start, None) for i, start in enumerate(starts)]
+
+
+def player_of(engine: OfflineEngine, name: str, *, limits: Limits = LIMITS, **settings: Any) -> Player:
+    config = EnvironmentConfig.model_validate({"name": name, **settings})
+    llm = engine._llm
+    text = Text(llm.get_tokenizer())
     read = lambda completion, context: to_sample(completion, context, text)  # noqa: E731
-    requests = [Request(f"episode-{i}", start, None) for i, start in enumerate(starts)]
-    player = Player(llm.llm_engine, text, config, limits, maker(config), sampling_params, read, lambda of: of.prompt)
-    return until_ended(player, requests, {})
+    return Player(llm.llm_engine, text, config, limits, maker(config), sampling_params, read, lambda of: of.prompt)
 
 
 def test_an_episode_has_its_turns_and_their_rewards(engine: OfflineEngine) -> None:
@@ -144,16 +152,35 @@ def test_an_environment_that_holds_its_thread_is_given_up(engine: OfflineEngine)
     assert "holds its thread" in played[0].detail
 
 
+def test_what_an_episode_that_was_given_up_comes_to_later_is_not_taken_for_another(
+    engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.environments.calls._GRACE_S", 0.0)
+    players.Late.may_go_on.clear()
+    player = player_of(engine, "players:Late", step_seconds=0.5)
+    [given_up] = until_ended(player, requests_for([{}]), {})
+    assert given_up.dropped == "timeout"
+    players.Late.may_go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "episode-episode-0":
+            thread.join(60)
+    [played] = until_ended(player, requests_for([{}]), {})  # of the next step, which has requests of the same names
+    assert played.dropped == ""
+    assert 99.0 not in played.rewards
+
+
 def test_limits_of_turns_tokens_and_context_end_an_episode(engine: OfflineEngine) -> None:
     many = {"arguments": {"turns": 50}}
     for episode in play(engine, "players:Counting", [{}] * 8, max_turns=2, **many):
         assert episode.truncated
         assert len(episode.rewards) <= 2
-    for episode in play(engine, "players:Counting", [{}] * 8, limits=Limits(18, 20, 64), **many):
+    for episode in play(engine, "players:Counting", [{}] * 8, limits=replace(LIMITS, episode=20), **many):
         assert episode.truncated
         assert episode.sampled_tokens <= 20
     lengths = []
-    for episode in play(engine, "players:Counting", [{}] * 8, limits=Limits(18, 10**6, 64), max_turns=50, **many):
+    for episode in play(
+        engine, "players:Counting", [{}] * 8, limits=replace(LIMITS, episode=10**6), max_turns=50, **many
+    ):
         assert episode.truncated
         [sequence] = episode.sequences
         lengths.append(len(sequence.prompt) + len(sequence.token_ids))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from train.config.training import TrainConfig
+from train.environments.environment import EpisodePrompt
 
 
 def config(**settings: Any) -> TrainConfig:
@@ -20,6 +21,12 @@ def test_an_environment_may_be_its_name_alone() -> None:
     maths = config(environment="maths").environment
     assert maths is not None
     assert maths.target == "train.environments.ready.maths:Maths"
+
+
+def test_a_prompt_without_text_begins_no_episode() -> None:
+    with pytest.raises(ValueError, match="the prompt came as token ids, and has no text"):
+        EpisodePrompt(None, None, {"answer": "4"}).as_messages  # noqa: B018
+    assert EpisodePrompt("", None).as_messages == [{"role": "user", "content": ""}]
 
 
 def test_lengths_are_of_episodes() -> None:

@@ -7,6 +7,8 @@ KL to the parent too, is of the responses that are learned.
 
 from __future__ import annotations
 
+from typing import Any
+
 from train.algorithms.selection.best_of_n import BestOfN
 from train.batch.packed import Rollout
 
@@ -18,5 +20,13 @@ class RejectionSampling(BestOfN):
         """Those with ``min_reward`` at least; of equal ones in a group the first."""
         least = self.config.min_reward
         assert least is not None
-        good = [rollout for rollout in rollouts if rollout.reward >= least]
-        return list({(r.group, *r.response): r for r in reversed(good)}.values())[::-1]
+        good: dict[Any, Rollout] = {}
+        for rollout in rollouts:
+            if rollout.reward >= least:
+                good.setdefault(_content(rollout), rollout)
+        return list(good.values())
+
+
+def _content(rollout: Rollout) -> tuple[Any, ...]:
+    """By which rollouts are equal: their group, and of an episode what was said in all of its sequences."""
+    return rollout.group, *((tuple(part.prompt), tuple(part.response)) for part in (*rollout.earlier, rollout))

@@ -13,6 +13,7 @@ there it can't be seen.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,12 +96,13 @@ class _Links:
         self.parents: list[int | None] = []
         self.missing: list[bool] = []
         self._said: list[int | None] = []
-        self._by_messages: dict[str, dict[int, str]] = {}
+        self._by_messages: dict[bytes, dict[int, str]] = {}
         self._by_tokens: dict[tuple[int, ...], dict[int, dict[tuple[int, ...], int]]] = {}
 
     def add(self, turn: Turn) -> None:
         number, messages = len(self.parents), turn.messages
-        parent = self._parent(messages, turn.prompt)
+        beginnings = _beginnings(messages or ())
+        parent = self._parent(messages or (), beginnings, turn.prompt)
         said, before = assistants(messages), 0 if parent is None else self._said[parent]
         if parent is None:
             missing = (said or 0) > number
@@ -111,22 +113,21 @@ class _Links:
         self.missing.append(missing)
         self._said.append(said)
         if messages is not None:
-            self._by_messages.setdefault(_canonical(messages), {})[number] = turn.row["response"]
+            self._by_messages.setdefault(beginnings[-1], {})[number] = turn.row["response"]
         tokens = tuple(turn.tokens)
         self._by_tokens.setdefault(tokens[:2], {}).setdefault(len(tokens), {})[tokens] = number
 
-    def _parent(self, messages: list[Any] | None, prompt: list[int]) -> int | None:
+    def _parent(self, messages: Sequence[Any], beginnings: Sequence[bytes], prompt: list[int]) -> int | None:
         """By messages and by tokens; where the two differ the later one, as the other is before it."""
-        by_tokens, same = self._extended(prompt), self._continued(messages)
+        by_tokens, same = self._extended(prompt), self._continued(messages, beginnings)
         if by_tokens in same:
             return by_tokens
         return max((number for number in (by_tokens, *same) if number is not None), default=None)
 
-    def _continued(self, messages: list[Any] | None) -> list[int]:
+    def _continued(self, messages: Sequence[Any], beginnings: Sequence[bytes]) -> list[int]:
         """The answers to the most of the messages that were answered, of those that have said what follows them."""
-        for at in reversed(range(1, len(messages or ()))):
-            assert messages is not None
-            if _is_assistant(messages[at]) and (same := self._by_messages.get(_canonical(messages[:at]))):
+        for at in reversed(range(1, len(messages))):
+            if _is_assistant(messages[at]) and (same := self._by_messages.get(beginnings[at])):
                 content = messages[at].get("content")
                 said = content if isinstance(content, str) else ""
                 return [number for number, response in same.items() if said in response]
@@ -146,8 +147,14 @@ def _is_assistant(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
 
 
-def _canonical(messages: Sequence[Any]) -> str:
-    return json.dumps(messages, sort_keys=True)
+def _beginnings(messages: Sequence[Any]) -> list[bytes]:
+    """A hash of no messages, of the first, of the first two, …: each message is written once, whatever their number."""
+    hashed = hashlib.blake2b(digest_size=16)
+    found = [hashed.digest()]
+    for message in messages:
+        hashed.update(json.dumps(message, sort_keys=True).encode() + b"\n")
+        found.append(hashed.digest())
+    return found
 
 
 def _split(before: Turn, after: Turn) -> str | None:

@@ -218,6 +218,27 @@ def test_several_answers_to_one_request_and_prompts_that_have_nothing_to_do_with
     assert groups[0] == Traffic.read(lake, lake.versions(), range, sessions=False).groups[0]
 
 
+def test_a_long_prompt_that_nothing_comes_before_costs_in_proportion_to_its_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of a client that tells the time in its first message, and so never sends the same beginning twice."""
+    written = []
+    dumps = json.dumps
+    monkeypatch.setattr(json, "dumps", lambda *a, **how: written.append(text := dumps(*a, **how)) or text)
+    for count in (200, 400):
+        prompts = [
+            dumps([{"role": "system", "content": now}] + [{"role": "assistant", "content": "word"}] * count)
+            for now in ("9:00", "9:01", "9:02")
+        ]
+        rows = [
+            {"messages": prompt, "response": "x", "prompt_token_ids": [number, 1], "response_token_ids": [2]}
+            for number, prompt in enumerate(prompts)
+        ]
+        written.clear()
+        assert len(conversations([Turn(row) for row in rows])) == 3
+        assert sum(map(len, written)) <= 2 * sum(map(len, prompts))
+
+
 def test_sessions_are_of_one_tenant_and_one_user(lake: Lake) -> None:
     mine, others = talk((11,), (12,)), talk((11,), (12,), user="bob")
     rows = [mine.rows[0], others.rows[1], talk((11,), tenant="acme").rows[0]]
