@@ -13,6 +13,7 @@ from evaluation.suites.suite import Suite
 from feedback.datasets import Prompt
 from feedback.exchange import record_files, trl
 from feedback.exchange.record_files import Record, RecordError
+from feedback.trusted_code import trusted
 from serve.generation.tokenizer import Text
 from train.config.sections import PromptSource
 
@@ -57,7 +58,11 @@ def read_all(
     """
     from transformers import AutoTokenizer
 
-    text, seen, found = Text(AutoTokenizer.from_pretrained(policy)), set[tuple[int, ...]](), []
+    text, seen, found = (
+        Text(AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))),
+        set[tuple[int, ...]](),
+        [],
+    )
     for source in sources:
         prompts: list[Prompt] = []
         left_out: Counter[str] = Counter()
@@ -89,7 +94,7 @@ def of_suite(suite: Suite, policy: Path, longest: int) -> list[Prompt]:
     """
     from transformers import AutoTokenizer
 
-    text, found = Text(AutoTokenizer.from_pretrained(policy)), []
+    text, found = Text(AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))), []
     for item in suite.items:
         where = f"train.evaluate_suite={suite.path}, line {suite.lines[item.id]}"
         try:
