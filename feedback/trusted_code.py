@@ -56,8 +56,8 @@ def trusted(model: Path | str) -> bool:
     files = code_files(folder)
     if foreign := sorted(name for name in named if "--" in name):
         raise UntrustedCode(
-            f"{folder} names code of another repository, {foreign[0]}, which may change at any time: put the files into "
-            "the folder, and take what stands before -- out of auto_map"
+            f"{folder} names code of another repository, {foreign[0]}, which may change at any time: put the files "
+            "into the folder, and take what stands before -- out of auto_map"
         )
     if missing := sorted({f"{name.rpartition('.')[0]}.py" for name in named} - files.keys()):
         raise UntrustedCode(f"{folder} names code that is not in the folder: {', '.join(missing)}")

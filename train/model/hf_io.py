@@ -43,8 +43,8 @@ FILE_BYTES = 2 * 2**30
 
 
 def remember_names(model: PreTrainedModel, policy: Path) -> None:
-    """Keep on the bare model its class (``made_as``) and under which names ``policy`` stores each parameter, by ``names``
-    (``checkpoint_keys``).
+    """Keep on the bare model its class (``made_as``), and under which names ``policy`` stores each parameter, as
+    ``checkpoint_keys`` (``names``).
 
     It must come before ``fully_shard``, which changes the model's class, by which transformers knows its names.
     """

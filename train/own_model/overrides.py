@@ -6,6 +6,7 @@ import difflib
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +79,22 @@ def require_same_weights(model: PolicyModelConfig, before: PretrainedConfig, aft
     shapes = _shapes(before, make)
     if (difference := _difference(shapes, _shapes(after, make))) is None:
         return
-    alone = {
-        key: _difference(shapes, _shapes(_with(before, key, value), make))
-        for key, value in model.config_overrides.items()
+    to_blame = {
+        key: value for key, value in model.config_overrides.items() if _changes_shapes(before, key, value, shapes, make)
     }
-    named = {key: value for key, value in model.config_overrides.items() if alone[key]} or model.config_overrides
+    named = to_blame or model.config_overrides
     raise ValueError(f"{_SETTING}={named} contradicts the policy's weights: {difference}")
 
 
-def _with(config: PretrainedConfig, key: str, value: Any) -> PretrainedConfig:
-    changed = type(config).from_dict(_merged(config.to_dict(), {key: value}))
-    changed.name_or_path = config.name_or_path
-    return changed
+def _changes_shapes(
+    config: PretrainedConfig, key: str, value: Any, shapes: Mapping[str, list[int]], make: Make
+) -> bool:
+    """Whether a key does so alone; it may make no model without the others."""
+    with suppress(Exception):  # of a class that may be anybody's
+        changed = type(config).from_dict(_merged(config.to_dict(), {key: value}))
+        changed.name_or_path = config.name_or_path
+        return _difference(shapes, _shapes(changed, make)) is not None
+    return False
 
 
 def _shapes(config: PretrainedConfig, make: Make) -> dict[str, list[int]]:

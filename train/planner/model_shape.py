@@ -129,7 +129,8 @@ def shape_of(
     inside = [list(layer.named_parameters()) for layer in layers]
     owned = {id(parameter) for layer in inside for _, parameter in layer}
     root = [(name, p) for name, p in model.named_parameters() if id(p) not in owned]
-    heads = text.num_attention_heads
+    hidden = model.get_input_embeddings().weight.shape[1]
+    heads = getattr(text, "num_attention_heads", 1)  # a class of one's own may call them otherwise
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     routed = getattr(text, "num_experts_per_tok", None) or 1
@@ -144,10 +145,10 @@ def shape_of(
         kinds=kinds,
         active=sum(kinds.values()) - round(kinds.get("experts", 0) * (1 - routed / experts)),
         vocabulary=model.get_input_embeddings().weight.shape[0],
-        hidden=text.hidden_size,
+        hidden=hidden,
         heads=heads,
         key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_size=getattr(text, "head_dim", None) or hidden // heads,
         tied=tied,
         stored=str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch."),
         context=full_context(json.loads(config.to_json_string(use_diff=False))),
@@ -183,7 +184,15 @@ class Tracer:
         config = _slice_of(self.config, slices)
         if slices not in self._models:
             self._models[slices] = [cut_model(config, layers, self.dtype, self.lora, self.make) for layers in (1, 2)]
-        one, two = (run_body(model, batch, self.device) for model in self._models[slices])
+        try:
+            one, two = (run_body(model, batch, self.device) for model in self._models[slices])
+        except (AttributeError, TypeError) as error:
+            if type(self._models[slices][0]).__module__.startswith("transformers."):
+                raise
+            raise ModelNotPlanned(
+                f"{type(config).__name__}: what a pass keeps is traced by the model's body, which must take "
+                f"inputs_embeds and position_ids as those of transformers do: {error}"
+            ) from error
         layer = two.kept - one.kept
         if self.make is with_one_output:
             head = _run_scalar_head(config, batch, self.dtype)
