@@ -61,7 +61,7 @@ def by_class(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     home = tmp_path_factory.mktemp("home")
     make_home(home, put_tiny_model)
     (home / "users_model.py").write_text(SOURCE)
-    return home, run(home, {"plain": CLASS, "sharper": CLASS | {"config_overrides": {"sharpness": 4.0}}})
+    return home, run(home, {"plain": CLASS, "sharper": CLASS | {"config_overrides": {"sharpness": 10000.0}}})
 
 
 def test_a_class_of_ones_own_learns(by_class: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -78,8 +78,8 @@ def test_what_is_published_has_the_config_that_it_was_trained_with(by_class: tup
     home, (plain, sharper) = by_class
     learned(home, "sharper", sharper)
     stored = json.loads((home / "seed" / "config.json").read_text())
-    assert json.loads((policy(home, sharper) / "config.json").read_text()) == stored | {"sharpness": 4.0}
-    assert manifest(policy(home, sharper))["lineage"]["model"]["config_overrides"] == {"sharpness": 4.0}
+    assert json.loads((policy(home, sharper) / "config.json").read_text()) == stored | {"sharpness": 10000.0}
+    assert manifest(policy(home, sharper))["lineage"]["model"]["config_overrides"] == {"sharpness": 10000.0}
     weights = [load_file(policy(home, of) / "model.safetensors")["head.weight"] for of in (plain, sharper)]
     assert not torch.equal(*weights)
 
