@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from train.batch.packed import PackedBatch, Rollout
 from train.model.fsdp import token_log_probs
@@ -29,6 +30,8 @@ def require_apart(model: nn.Module, dtype: torch.dtype) -> None:
     with torch.no_grad():
         together = token_log_probs(model, PackedBatch.pack(_ROLLOUTS))[0]
         alone = torch.cat([token_log_probs(model, batch)[0] for batch in batches])
+    if isinstance(model, FSDPModule):
+        model.reshard()  # the root stays gathered, and an optimizer would be made of what is gathered
     spread = alone[alone != 0].std()
     difference = float((together - alone).abs().max() / spread)
     if not difference <= _TOLERANCE.get(dtype, _WIDER):
