@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from deploy.config.root import ConfigError, Settings
-from deploy.loop.preflight import as_trained
 from deploy.monitoring.gpu import gpus
 from feedback.trusted_code import UntrustedCode, trusted
 from serve.kv_cache import machine_memory, swap_memory
 from serve.policies.folder import PolicyError
 from serve.vllm.compat import installed
+from train.own_model.trial import as_trained
 from train.planner.check import Finding, check_server, check_training, planned
 from train.planner.machine import PRESETS, Machine
 

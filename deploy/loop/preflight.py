@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from evaluation.config import JUDGING
@@ -14,14 +12,13 @@ from feedback.config import ScoringConfig
 from feedback.exchange.record_files import RecordError, files_of
 from feedback.scoring.sources.reward_model import RewardModelError
 from feedback.scoring.sources.rules import RuleError, configured, load_rule
-from feedback.trusted_code import trusted
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy, PolicyError
 from train import algorithms, dataflows, environments
 from train.config.context_length import longest_prompt, with_context
-from train.config.sections import PolicyModelConfig
 from train.config.training import TrainConfig
 from train.observe.hooks import HookError, load_function
+from train.own_model.trial import as_trained
 
 NO_REWARD = (
     "train.reward is null, and feedback.scoring has no rule, model or judge with a weight: training needs something "
@@ -156,19 +153,6 @@ def _read_as_trained(train: TrainConfig, policy: Path) -> None:
     with as_trained(train.model, policy) as model:
         if train.samples:
             longest_prompt(with_context(train, model).rollout, model)
-
-
-@contextmanager
-def as_trained(settings: PolicyModelConfig, policy: Path) -> Iterator[Path]:
-    """The folder of a policy as training would read it. Raises ValueError, as ``train.own_model`` does."""
-    if settings.class_name is None and not settings.config_overrides:
-        trusted(policy)
-        yield policy
-        return
-    from train.own_model.overrides import model_folder  # it imports torch
-
-    with TemporaryDirectory() as aside:
-        yield model_folder(settings, policy, Path(aside))
 
 
 def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:
