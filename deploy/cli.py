@@ -21,6 +21,7 @@ from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
 from feedback.processes.exit import end_process
 from feedback.processes.signals import Stopped
+from feedback.trusted_code import consent_to
 from feedback.user_code import search_last
 
 
@@ -160,6 +161,7 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
         click.echo(describe.to_yaml(settings, comments=True), nl=False)
         ctx.exit(0)
     search_last([Path.cwd()])
+    consent_to(settings.train.model.trusted_code)
     ctx.obj = settings
 
 

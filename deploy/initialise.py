@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from deploy.config import describe
 from deploy.config.root import Settings
 from deploy.config.sources import from_options, overlaid
 from feedback.files import private, replace_file
+from feedback.trusted_code import trusted
 from serve.kv_cache import full_context
 from serve.policies import probe
 from serve.policies.store import Pointer
@@ -53,7 +55,7 @@ schedule:
 #       model: NAME
 #       rubric: "Question: {{prompt}}\\nAnswer: {{response}}\\nHow helpful is the answer, from 0 to 10?"
 """
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py"]
 
 
 class NotAModel(ValueError):
@@ -63,7 +65,7 @@ class NotAModel(ValueError):
 def initialise(settings: Settings, model: str, *, revision: str | None, who: str) -> Pointer:
     """Publish ``model`` (a folder, or a name on the hub) as the first policy, and have it serve.
 
-    Pickled weights are converted to safetensors. Raises NotAModel, serve.policies.store.PolicyError.
+    Pickled weights are converted to safetensors. Raises NotAModel, serve.policies.store.PolicyError, UntrustedCode.
     """
     store = settings.policy_store()
     if pointer := store.serving():
@@ -71,10 +73,13 @@ def initialise(settings: Settings, model: str, *, revision: str | None, who: str
             f"{settings.home} is initialised already: policy {pointer.version} serves; for another model take another "
             "--home"
         )
+    from train.own_model.model_class import own_class
+
     folder, is_local = _local(model)
     if not is_local:
         folder = _download(model, revision)
-    architecture = _architecture(folder)
+    model_settings = settings.train.model
+    architecture = _architecture(folder, has_own_class=model_settings.class_name is not None)
     has_safetensors = any(folder.glob("*.safetensors"))
     policy = store.publish(
         folder if has_safetensors else lambda aside: _convert(folder, aside),
@@ -86,7 +91,7 @@ def initialise(settings: Settings, model: str, *, revision: str | None, who: str
             "converted": not has_safetensors,
         },
         metrics={},
-        probe=probe.measure,
+        probe=partial(probe.measure, model_class=own_class(model_settings)),
     )
     settings.lake().create()
     return store.promote(policy.version, expected=None, who=who, why=f"init from {model}")
@@ -196,8 +201,8 @@ def _local(model: str) -> tuple[Path, bool]:
     return folder, folder.is_dir()
 
 
-def _architecture(folder: Path) -> str:
-    """The model's class. Raises NotAModel unless config.json names a causal language model."""
+def _architecture(folder: Path, *, has_own_class: bool) -> str:
+    """The model's class. Raises NotAModel unless config.json names a causal language model, UntrustedCode."""
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
     except FileNotFoundError:
@@ -209,10 +214,10 @@ def _architecture(folder: Path) -> str:
         raise NotAModel(f"{folder / 'config.json'} names {names or 'no architecture'}, not a causal language model")
     import transformers
 
-    if not hasattr(transformers, str(names[0])):
-        own = "; code that comes with a model is never run" if "auto_map" in config else ""
+    if not (trusted(folder) or has_own_class or hasattr(transformers, str(names[0]))):
         raise NotAModel(
-            f"{folder / 'config.json'} names {names[0]}, which is not in transformers {transformers.__version__}{own}"
+            f"{folder / 'config.json'} names {names[0]}, which is not in transformers {transformers.__version__}; a "
+            "class of your own for it is named by train.model.class"
         )
     return str(names[0])
 
@@ -240,5 +245,7 @@ def _convert(folder: Path, aside: Path) -> None:
     """Write a model whose weights are pickled as safetensors; weights_only keeps torch from running code in them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    AutoModelForCausalLM.from_pretrained(folder, dtype="auto", weights_only=True).save_pretrained(aside)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(aside)
+    trust = trusted(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", weights_only=True, trust_remote_code=trust)
+    model.save_pretrained(aside)
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=trust).save_pretrained(aside)

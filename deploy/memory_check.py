@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from deploy.config.root import ConfigError, Settings
 from deploy.monitoring.gpu import gpus
+from feedback.trusted_code import UntrustedCode, trusted
 from serve.kv_cache import machine_memory, swap_memory
 from serve.policies.folder import PolicyError
 from serve.vllm.compat import installed
+from train.own_model.trial import as_trained
 from train.planner.check import Finding, check_server, check_training, planned
 from train.planner.machine import PRESETS, Machine
 
@@ -21,16 +23,29 @@ if TYPE_CHECKING:
 
 
 def require_training(settings: Settings, policy: int | None, say: Callable[[str], None]) -> None:
-    """Raise ConfigError if training from that policy (None: the serving one) can't fit, as train.plan says."""
-    folder = None if settings.train.plan == "off" else policy_folder(settings, policy)
-    if folder is not None:
+    """Raise ConfigError if training from that policy (None: the serving one) can't fit, as train.plan says, or can't
+    be as train.model says."""
+    if (folder := policy_folder(settings, policy)) is None:
+        return
+    try:
+        with as_trained(settings.train.model, folder):
+            pass
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if settings.train.plan != "off":
         _require(training(settings.training(), folder), "train", settings.train.plan, say)
 
 
 def require_server(settings: Settings, policy: int | None, say: Callable[[str], None]) -> None:
-    """Raise ConfigError if serving that policy (None: the serving one) can't fit, as serve.plan says."""
-    folder = None if settings.serve.plan == "off" else policy_folder(settings, policy)
-    if folder is not None:
+    """Raise ConfigError if serving that policy (None: the serving one) can't fit, as serve.plan says, or if it comes
+    with code that may not run."""
+    if (folder := policy_folder(settings, policy)) is None:
+        return
+    try:
+        trusted(folder)
+    except UntrustedCode as error:
+        raise ConfigError(str(error)) from error
+    if settings.serve.plan != "off":
         _require(server(settings, folder), "serve", settings.serve.plan, say)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from feedback.settings_base import Section
+from serve.config import without_trust
 
 MIB = 1024 * 1024
 
@@ -64,6 +65,11 @@ class EngineConfig(Section):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         default="ERROR", description="What vLLM logs; what fails raises an error at any level."
     )
+
+    @field_validator("extra")
+    @classmethod
+    def _trusts_no_code(cls, extra: dict[str, Any] | None) -> dict[str, Any] | None:
+        return extra and without_trust(extra)
 
 
 class SamplingParameters(Section):

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from feedback.config import without_credentials
 from feedback.settings_base import Address, Secret, Section
+from feedback.trusted_code import SETTING
 
 
 def _off(value: Any) -> Any:
@@ -17,6 +18,13 @@ def _off(value: Any) -> Any:
 
 MemoryCheck = Annotated[Literal["refuse", "warn", "off"], BeforeValidator(_off)]
 """What becomes of settings that can't fit the machine's memory, before anything is started."""
+
+
+def without_trust(extra: dict[str, Any]) -> dict[str, Any]:
+    """Further arguments of vLLM's as they stand. Raises ValueError if they would run whatever code a model brings."""
+    if "trust_remote_code" in extra:
+        raise ValueError(f"trust_remote_code has no setting: code that comes with a model runs by {SETTING}")
+    return extra
 
 
 class EngineConfig(Section):
@@ -66,7 +74,7 @@ class EngineConfig(Section):
     def _no_second_place_for_a_setting(cls, extra: dict[str, Any]) -> dict[str, Any]:
         if twice := sorted(extra.keys() & cls.model_fields.keys()):
             raise ValueError(f"{twice[0]} is a setting of its own: set serve.engine.{twice[0]}")
-        return extra
+        return without_trust(extra)
 
 
 class SwapConfig(Section):

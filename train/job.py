@@ -35,6 +35,8 @@ from train.observe.hooks import RunInfo
 from train.observe.progress import StepProgress, StepTimer, say, seconds_by_part
 from train.observe.resources import ResourceMonitor
 from train.observe.trackers import Watchers
+from train.own_model.model_class import prepare
+from train.own_model.overrides import model_folder
 from train.run.best_weights import BestWeights, best_of, folder_of
 from train.run.checkpoints import Checkpoints
 from train.run.publish import publish
@@ -68,8 +70,11 @@ def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None
         train.observe.hooks.HookError: a hook or tracker of the config failed.
         train.data.rewards.RewardError: a source of the reward can't be used at all, or took too long.
         serve.policies.store.PolicyPruned: the parent's weights were removed.
+        feedback.trusted_code.UntrustedCode: the parent comes with code that may not run.
+        ValueError: train.model names no class, or its overrides are not of the parent's config and weights.
     """
     compat.require()
+    prepare(config.model)
     with only_run(context), shared_run(config.run_store, context) as shared:
         result = _run(config, context, shared, resident)
         result = result.model_copy(update={"restarts": len(read_restarts(context.folder))})
@@ -98,9 +103,10 @@ def _run(
                 shutil.rmtree(left, ignore_errors=True)
             return begun.finished
         held.enter_context(stores.policies.hold(begun.parent.version))
-        if config.samples and (cut := rollout_cache(config, begun.parent.path).cut("train.rollout")):
+        model = model_folder(config.model, begun.parent.path, context.folder)
+        if config.samples and (cut := rollout_cache(config, model).cut("train.rollout")):
             say(f"{context.run}: {cut}")
-        config = with_context(config, begun.parent.path, begun.start.max_model_len)
+        config = with_context(config, model, begun.start.max_model_len)
         seed = numbered_seed(config.seed, begun.parent.version)
         dataflow = dataflows.load(config)
         keep_start(context, begun.start)  # before it reads: by this an erasure knows that it may have
@@ -109,14 +115,28 @@ def _run(
         history = list(begun.progress.history) if begun.progress else []
         erasures = Erasures(lake, begun.start.lake_versions, config)
         try:
-            data = read_data(dataflow, config, context, lake, begun, seed)
+            data = read_data(dataflow, config, context, lake, begun, model, seed)
             keep_data(context.folder, data, data.usable)
             config = dataflow.settled(config, data)
             trial = partial(on_logged_responses, config, context, lake, begun)
             if reward is not None and config.placement.reward is None:  # a pool may have a device that is not here
                 trial(reward)
-            pools = None if resident is None else resident.of(config, begun.parent)
-            what = (dataflow, config, context, stores, begun, data, seed, history, erasures, reward, trial, pools)
+            pools = None if resident is None else resident.of(config, begun.parent, model)
+            what = (
+                dataflow,
+                config,
+                context,
+                stores,
+                begun,
+                model,
+                data,
+                seed,
+                history,
+                erasures,
+                reward,
+                trial,
+                pools,
+            )
             return train(*what, shared)
         except TrainingStopped as stopped:
             if isinstance(stopped, RowsErased):
@@ -130,6 +150,7 @@ def train(
     context: JobContext,
     stores: Stores,
     begun: Begun,
+    model: Path,
     data: Data,
     seed: int,
     history: list[dict[str, float]],
@@ -142,6 +163,7 @@ def train(
     """From the first step, or from the checkpoint, to the published candidate.
 
     Args:
+        model: the parent's folder as it is trained from (``train.own_model.overrides``).
         history: the metrics of the steps that are done; those of each further step are added.
         reward: of what is sampled; None if nothing is.
         trial: of the reward, where it is on a pool.
@@ -158,7 +180,7 @@ def train(
     with (
         Watchers(info) as watchers,
         start_groups(
-            config, parent.path, seed=seed, reward=reward, trial=trial, pools=pools, folder=context.folder
+            config, model, seed=seed, reward=reward, trial=trial, pools=pools, folder=context.folder
         ) as groups,
         StepProgress(context.run, first, config.steps) as shown,
         ExitStack() as beside,
@@ -184,7 +206,7 @@ def train(
         else:
             seed_all(seed)
         say(f"{context.run}: workers up after {time.monotonic() - started:.0f} s")
-        resources = ResourceMonitor(config, context.folder, parent.path, groups.by_pool(config.placement), groups.actor)
+        resources = ResourceMonitor(config, context.folder, model, groups.by_pool(config.placement), groups.actor)
         say(f"{context.run}: {resources.begin()}")
         watchers.start()
         note_step(first)
@@ -249,12 +271,18 @@ def train(
 
 
 def read_data(
-    dataflow: type[Dataflow], config: TrainConfig, context: JobContext, lake: Lake, begun: Begun, seed: int
+    dataflow: type[Dataflow],
+    config: TrainConfig,
+    context: JobContext,
+    lake: Lake,
+    begun: Begun,
+    model: Path,
+    seed: int,
 ) -> Data:
     """What the run learns from; the same as before, if it goes on. Raises NothingToLearn if there is too little."""
     versions, progress = begun.start.lake_versions, begun.progress
     try:
-        data = dataflow.read(lake, versions, config, begun.parent.path, seed)
+        data = dataflow.read(lake, versions, config, model, seed)
     except LakeError as error:
         if progress is None:
             raise

@@ -75,7 +75,7 @@ def plan(
     from train.planner.model_shape import ModelNotPlanned, models_of, read_config
 
     try:
-        models = models_of(read_config(model or _serving_folder(settings)), config, machine.kind)
+        models = models_of(read_config(model or _serving_folder(settings), config.model), config, machine.kind)
     except ModelNotPlanned as error:
         raise click.UsageError(str(error)) from error
     try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 
@@ -31,7 +32,7 @@ def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
 
     Those below a mapping of sections have NAME where the key of one stands.
     """
-    for name, field in model.model_fields.items():
+    for name, field in fields_of(model).items():
         key = f"{prefix}{name}"
         if section := section_of(field.annotation):
             yield from settings_of(section, f"{key}.")
@@ -41,6 +42,11 @@ def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
             yield Setting(key, meaning(field.description or ""), None if required else default, required)
             if section := mapped_section(field.annotation):
                 yield from settings_of(section, f"{key}.NAME.")
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a model by the names that settings have: ``class`` is no name that Python's could have."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -77,7 +83,7 @@ def _field_type(key: str, model: type[BaseModel]) -> tuple[Any, bool]:
             continue
         if section is None:
             return annotation, True
-        field = section.model_fields.get(part)
+        field = fields_of(section).get(part)
         if field is None:
             return None, False
         annotation = field.annotation
@@ -140,7 +146,7 @@ def drop_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> dict[
     """``serve:`` with every line below it commented out reads as null; it means an empty section."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
-        field = model.model_fields.get(str(name))
+        field = fields_of(model).get(str(name))
         section = section_of(field.annotation) if field else None
         if section and field and value is None and not takes_none(field.annotation):
             continue
@@ -178,7 +184,7 @@ def meaning(description: str) -> str:
 
 
 def _commented(model: type[BaseModel], values: Any, indent: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
+    for name, field in fields_of(model).items():
         value = None if values is None else values[name]
         if section := section_of(field.annotation):
             if not indent:

@@ -52,7 +52,7 @@ def as_yaml(name: str = "") -> str:
 def _yaml(model: type[BaseModel], prefix: str, wanted: str, *, off: bool) -> Iterator[str]:
     """The lines of a section. ``off``: commented out, as one that is not there by default."""
     indent = "  " * prefix.count(".")
-    for name, field in model.model_fields.items():
+    for name, field in describe.fields_of(model).items():
         key = f"{prefix}{name}"
         is_shown = f"{key}.".startswith(f"{wanted}.") or not wanted
         if not is_shown and not f"{wanted}.".startswith(f"{key}."):

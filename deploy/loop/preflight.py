@@ -18,6 +18,7 @@ from train import algorithms, dataflows, environments
 from train.config.context_length import longest_prompt, with_context
 from train.config.training import TrainConfig
 from train.observe.hooks import HookError, load_function
+from train.own_model.trial import as_trained
 
 NO_REWARD = (
     "train.reward is null, and feedback.scoring has no rule, model or judge with a weight: training needs something "
@@ -143,13 +144,15 @@ def training_problems(settings: Settings) -> list[str]:
     for own in settings.resolved().train.data.prompts:
         loads[f"train.data.prompts {own.path.name}"] = partial(files_of, own.path, own.split)
     store = settings.policy_store()
-    if train.samples and (policy := store.serving()):
-        loads["train.rollout"] = partial(_longest_prompt, train, store.get(policy.version).path)
+    if policy := store.serving():
+        loads["train.model"] = partial(_read_as_trained, train, store.get(policy.version).path)
     return problems + _unloadable(loads)
 
 
-def _longest_prompt(train: TrainConfig, policy: Path) -> int:
-    return longest_prompt(with_context(train, policy).rollout, policy)
+def _read_as_trained(train: TrainConfig, policy: Path) -> None:
+    with as_trained(train.model, policy) as model:
+        if train.samples:
+            longest_prompt(with_context(train, model).rollout, model)
 
 
 def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from evaluation.suites.suite import Item, Suite
+from feedback.trusted_code import trusted
 
 HELD_OUT: Final = "of a held-out suite"
 IN_SLICE: Final = "of the held-out slice"
@@ -193,7 +194,7 @@ class HeldOut:
         from transformers import AutoTokenizer
 
         assert self.policy is not None
-        return AutoTokenizer.from_pretrained(self.policy)
+        return AutoTokenizer.from_pretrained(self.policy, trust_remote_code=trusted(self.policy))
 
 
 def position(opening: str) -> float:

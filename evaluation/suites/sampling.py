@@ -19,6 +19,7 @@ from evaluation.suites.held_out import HeldOut, prompt_key
 from evaluation.suites.suite import Item, SuiteError, drawn_id
 from feedback.lake.erasure_registry import meant_by_pending, needed_columns
 from feedback.lake.tables import Lake
+from feedback.trusted_code import trusted
 from serve.generation.tokenizer import Text
 
 NEWEST: Final = 50_000
@@ -90,7 +91,10 @@ def sample(
 
     rows: pa.Table = lake.read(lambda views: views.sql(_PROMPTS).to_arrow_table(), tables=("interactions",))
     rows = rows.filter(pc.invert(meant_by_pending(lake, "interactions", rows))).select(_COLUMNS)
-    held_out, text = HeldOut(policy=policy, share=share), Text(AutoTokenizer.from_pretrained(policy))
+    held_out, text = (
+        HeldOut(policy=policy, share=share),
+        Text(AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))),
+    )
     left_out: Counter[str] = Counter()
     conversations: dict[str, list[Item]] = defaultdict(list)
     ids, taken = {item.id for item in beside}, {held_out.opening(item.as_row()) for item in beside}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from feedback.config import FeedbackConfig
 from feedback.processes.signals import STOPPING, StopSignal, handled_by, handled_signals
+from feedback.trusted_code import consented
 from serve.config import FleetConfig, ServeConfig
 from serve.fleet.assignment import HEADER
 from serve.fleet.controller import Controller
@@ -146,7 +147,9 @@ def _deploy(config: ServeConfig, feedback_config: FeedbackConfig, console: Conso
         logging_config=quiet,
     )
     # Feedback's as an object: it hides the secrets that are in it wherever it is printed.
-    application = _deployment(config, quiet).bind(config.model_dump(mode="json"), feedback_config, console)
+    application = _deployment(config, quiet).bind(
+        config.model_dump(mode="json"), feedback_config, console, trusted_code=consented()
+    )
     try:
         ray_serve.run(application, name=APPLICATION, route_prefix="/")
     except RuntimeError as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from feedback.config import FeedbackConfig
+from feedback.trusted_code import consent_to
 from serve.config import ServeConfig
 from serve.fleet.member import Member
 from serve.observability import log_format
@@ -21,9 +22,15 @@ class Replica:
     """What Ray Serve starts, checks, and ends. The server's config comes as JSON values."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, config: dict[str, Any], feedback_config: FeedbackConfig, console: Console | None = None
+        self,
+        config: dict[str, Any],
+        feedback_config: FeedbackConfig,
+        console: Console | None = None,
+        *,
+        trusted_code: dict[str, list[str]],
     ) -> None:
         """Start the server. Raises what keeps it from serving; Ray Serve tries again."""
+        consent_to(trusted_code)
         from serve.app import create_app
         from serve.fleet.rate_limit_store import FleetBuckets
         from serve.runtime import Server

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import psutil
 
+from feedback.trusted_code import trusted
 from serve.policies.folder import safetensors_header
 
 _PROMPTS: Final = 4
@@ -59,8 +60,11 @@ class Verdict:
     objection: str | None
 
 
-def measure(folder: Path) -> dict[str, Any]:
-    """A policy's numbers, for ``PolicyStore.publish``; ``{"skipped": reason}`` if it is too large for float32."""
+def measure(folder: Path, model_class: Any = None) -> dict[str, Any]:
+    """A policy's numbers, for ``PolicyStore.publish``; ``{"skipped": reason}`` if it is too large for float32.
+
+    ``model_class``: a user's own; by default that of the policy's config.
+    """
     headers = map(safetensors_header, folder.glob("*.safetensors"))
     needed = 4 * sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
     available = psutil.virtual_memory().available
@@ -71,7 +75,12 @@ def measure(folder: Path) -> dict[str, Any]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+    trust = trusted(folder)
+    if model_class is None:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust)
+    else:
+        model = model_class.from_pretrained(folder, dtype=torch.float32)
+    model.eval()
     prompts = fixed_prompts(model.config.get_text_config().vocab_size)
     with torch.inference_mode():
         logprobs = torch.log_softmax(model(torch.tensor(prompts)).logits[:, -1].float(), dim=-1)

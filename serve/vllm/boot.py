@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from feedback.processes.signals import stop_signals_blocked
+from feedback.trusted_code import SETTING, UntrustedCode, trusted
 from serve.config import EngineConfig
 from serve.kv_cache import SERVER_SHARE, KVCache, fit_engine
 from serve.local_ray.cluster import environment, loopback_sockets
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 _WORKER: Final = "serve.vllm.weight_update.MillraceWorker"
 _SCHEDULER: Final = "serve.vllm.response_collector.ResponseCollector"
 _TIED_PYTHON: Final = Path(__file__).with_name("tied_python")
+
+_OTHER_MODELS: Final = ("tokenizer", "hf_config_path", "speculative_config", "model_weights", "renderer_model")
 
 OFFLINE_WORKER: Final = "serve.vllm.offline_worker.OfflineWorker"
 """``worker_extension_cls`` of an engine that scores, and takes other weights."""
@@ -181,7 +184,7 @@ def server_engine(
         }
         if config.tensor_parallel_size == 1:
             arguments["distributed_executor_backend"] = "uni"
-        arguments |= config.extra
+        arguments |= config.extra | _trust(path, config.extra)
         started = nullcontext() if waiting is None else engine_process.started_by(waiting)
         shared = nullcontext(arguments) if further is None else _shared_by(further, arguments)
         with _children_die_with_this_process(), started, shared as all_arguments:
@@ -272,7 +275,22 @@ def offline_engine(path: Path, *, extra: Mapping[str, Any] | None = None, **argu
     compat.require()
     known = {field.name for field in fields(EngineArgs)}
     shared = {name: value for name, value in (extra or {}).items() if name in known}
-    return LLM(**shared | {"model": str(path), **arguments, **_prefill()})
+    return LLM(**shared | {"model": str(path), **arguments, **_prefill(), **_trust(path, shared)})
+
+
+def _trust(path: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's arguments that let the code run which comes with the model in a folder, if there is some.
+
+    Raises UntrustedCode if it may not, or if ``extra`` names other models, whose code would run too.
+    """
+    if not trusted(path):
+        return {}
+    if others := [name for name in _OTHER_MODELS if extra.get(name) is not None]:
+        raise UntrustedCode(
+            f"{path} comes with code of its own, which {SETTING} lets run; vLLM would then run that of what "
+            f"serve.engine.extra.{others[0]} names too, which nothing allows: take it out"
+        )
+    return {"trust_remote_code": True}
 
 
 def engine_variables(log_level: str, *, one_process: bool, one_machine: bool) -> dict[str, str]:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from feedback.config import Weight
-from feedback.settings_base import Address, Section
+from feedback.settings_base import FUNCTION, Address, Section
 from serve.config import ObjectStoreConfig, RetentionConfig
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+
+NOT_OVERRIDDEN: Final = {
+    "architectures": "a class of your own is train.model.class",
+    "auto_map": "code that comes with a model is named by its own files",
+    "dtype": "set train.dtype",
+    "model_type": "it says which class reads all the others",
+    "quantization_config": "weights are trained as they are stored",
+    "torch_dtype": "set train.dtype",
+    "transformers_version": "it says what wrote the file",
+}
+"""Keys of config.json that train.model.config_overrides may not have, and why."""
 
 
 class ParameterGroup(Section):
@@ -185,6 +196,45 @@ class LoraConfig(Section):
     publish_adapter: bool = Field(
         False, description="Leave the adapter in the run's folder too, in peft's format, beside the merged policy."
     )
+
+
+class PolicyModelConfig(Section):
+    """Which class the policy in training has, which code that comes with models may run, and changes to its config."""
+
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
+
+    class_name: str | None = Field(
+        None,
+        alias="class",
+        pattern=FUNCTION.pattern,
+        description="module:Class of a model of your own, a subclass of transformers.PreTrainedModel that predicts the "
+        "next token; if unset, the class that config.json names.",
+    )
+    trusted_code: dict[str, list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]] = Field(
+        {},
+        description="Python files that come with models and may run, each as FILE: SHA256, or a list of them; in "
+        "training, the server, evaluation and scoring. A model with another such file is refused, and the error has "
+        "what to put here.",
+    )
+    config_overrides: dict[str, Any] = Field(
+        {},
+        description="Values in place of those in the policy's config.json, by its keys, in training and in what it "
+        "publishes; they must leave every weight its shape.",
+    )
+
+    @field_validator("trusted_code", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: [hashes] if isinstance(hashes, str) else hashes for name, hashes in value.items()}
+
+    @field_validator("config_overrides")
+    @classmethod
+    def _no_identity(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        if refused := sorted(overrides.keys() & NOT_OVERRIDDEN.keys()):
+            raise ValueError(f"{refused[0]} is no value to override: {NOT_OVERRIDDEN[refused[0]]}")
+        return overrides
 
 
 class RolloutConfig(Section):

@@ -20,6 +20,7 @@ from train.config.sections import (
     FsdpConfig,
     LoraConfig,
     OptimizerConfig,
+    PolicyModelConfig,
     ResidentConfig,
     RestartsConfig,
     RewardModelConfig,
@@ -153,6 +154,7 @@ class TrainConfig(Section):
         description="Which weights become the candidate: those after the last step, or after the step with the highest "
         "mean reward on train.evaluate_suite. Not together with train.run_store.",
     )
+    model: PolicyModelConfig = Field(default_factory=PolicyModelConfig, description="The policy's model.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="How the weights in training are spread.")
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters in place of all weights.")
@@ -205,6 +207,7 @@ class TrainConfig(Section):
     def of_reward_model(self) -> TrainConfig:
         """The settings of a run that trains a reward model: ``train.reward_model``, and the machine's part of these."""
         own = self.reward_model
+        model = self.model.model_copy(update={"class_name": None})  # it is transformers' own, of the policy's body
         data = {
             "prompts_per_step": own.items_per_step,
             "min_prompts": own.min_items,
@@ -215,7 +218,7 @@ class TrainConfig(Section):
         }
         return TrainConfig.model_validate(
             {name: getattr(self, name) for name in _OF_ANY_RUN}
-            | {"reward_model": own, "steps": own.steps, "data": data}
+            | {"reward_model": own, "steps": own.steps, "data": data, "model": model}
             | {"algorithm": {"name": REWARD_MODEL, "vote_noise": own.vote_noise}}
             | {"optimizer": self.optimizer.model_copy(update={"learning_rate": own.learning_rate})}
             | {"rollout": {"max_model_len": self.rollout.max_model_len, "backend": self.rollout.backend}}
@@ -583,6 +586,12 @@ def _critic_suits(config: TrainConfig) -> None:
         raise ValueError(
             f"train.algorithm.critic.warmup_steps={a.critic.warmup_steps} are all of train.steps={config.steps}, so "
             "that the policy would never learn; use fewer"
+        )
+    if config.model.class_name is not None and a.name == "ppo" and a.critic.model is None:
+        raise ValueError(
+            f"train.model.class={config.model.class_name}: a critic is made of transformers' own class for the "
+            "policy's config, which may not be this model's; set train.algorithm.critic.model, or take an algorithm "
+            "without a critic"
         )
     if on.critic is not None and a.name != "ppo" and ":" not in a.name:
         raise ValueError(

@@ -68,6 +68,10 @@ class Workers:
             self._heartbeat.stop()
         self._heartbeat = Heartbeat(folder, name, every_s)
 
+    def prepare(self, target: str, argument: Any) -> None:
+        """Call what a run needs of this process before any worker of it is made, by ``module:name``."""
+        import_object("preparation", target, "function")(argument)
+
     def create(self, role: str, target: str, options: dict[str, Any]) -> None:
         before = self.by_role.get(role)
         worker: Worker = import_object(f"worker {role}", target)(peers=self.by_role, before=before, **options)

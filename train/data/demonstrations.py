@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from feedback.trusted_code import trusted
+
 
 class UnfitTextError(ValueError):
     """A text can't be a response; the message says why, in a few words that are the same for all such texts."""
@@ -24,7 +26,7 @@ class DemonstrationTokenizer:
         from transformers import AutoTokenizer
 
         self.policy = policy
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(policy)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))
         added = self.tokenizer.added_tokens_decoder
         self.special = {*self.tokenizer.all_special_ids, *(token for token, of in added.items() if of.special)}
 
@@ -98,5 +100,6 @@ class DemonstrationTokenizer:
         if (self.policy / "generation_config.json").exists():
             configured = GenerationConfig.from_pretrained(self.policy).eos_token_id
         elif (self.policy / "config.json").exists():
-            configured = GenerationConfig.from_model_config(AutoConfig.from_pretrained(self.policy)).eos_token_id
+            model = AutoConfig.from_pretrained(self.policy, trust_remote_code=trusted(self.policy))
+            configured = GenerationConfig.from_model_config(model).eos_token_id
         return {self.end, *([configured] if isinstance(configured, int) else configured or ())}

@@ -25,6 +25,7 @@ from feedback import datasets
 from feedback.config import HumanConfig, KindsConfig
 from feedback.lake.tables import Lake
 from feedback.scoring.aggregation import OVER_CAP
+from feedback.trusted_code import trusted
 from train.batch.packed import PackedBatch, Rollout
 from train.config.context_length import longest_context
 from train.config.training import TrainConfig
@@ -178,7 +179,8 @@ class Reader:
 
         self.policy = policy
         self.longest = longest_context(config.rollout, policy)
-        self.vocabulary = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
+        model = AutoConfig.from_pretrained(policy, trust_remote_code=trusted(policy))
+        self.vocabulary = model.get_text_config().vocab_size
 
     @cached_property
     def demonstrations(self) -> DemonstrationTokenizer:

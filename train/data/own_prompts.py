@@ -13,6 +13,7 @@ from evaluation.suites.suite import Suite
 from feedback.datasets import Prompt
 from feedback.exchange import record_files, trl
 from feedback.exchange.record_files import Record, RecordError
+from feedback.trusted_code import trusted
 from serve.generation.tokenizer import Text
 from train.config.sections import PromptSource
 
@@ -58,8 +59,10 @@ def read_all(
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    text, seen, found = Text(AutoTokenizer.from_pretrained(policy)), set[tuple[int, ...]](), []
-    vocabulary = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
+    tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))
+    model = AutoConfig.from_pretrained(policy, trust_remote_code=trusted(policy))
+    text, seen, found = Text(tokenizer), set[tuple[int, ...]](), []
+    vocabulary = model.get_text_config().vocab_size
     for source in sources:
         prompts: list[Prompt] = []
         left_out: Counter[str] = Counter()
@@ -97,7 +100,7 @@ def of_suite(suite: Suite, policy: Path, longest: int) -> list[Prompt]:
     """
     from transformers import AutoTokenizer
 
-    text, found = Text(AutoTokenizer.from_pretrained(policy)), []
+    text, found = Text(AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))), []
     for item in suite.items:
         where = f"train.evaluate_suite={suite.path}, line {suite.lines[item.id]}"
         try:

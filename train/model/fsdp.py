@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from feedback.trusted_code import trusted
 from train.batch.packed import PackedBatch
 from train.batch.prompt_rows import Rows, all_rows, fewest_rows
 from train.import_object import import_object
@@ -28,6 +29,7 @@ from train.model.hf_io import (
     FILE_BYTES,
     FolderWriter,
     common_dtype,
+    is_own,
     load,
     remember_names,
     stored_dtypes,
@@ -51,8 +53,15 @@ Make = Callable[[PretrainedConfig], PreTrainedModel]
 
 def causal_lm(config: PretrainedConfig) -> PreTrainedModel:
     """A body with its projection to the vocabulary."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, trust_remote_code=brings_code(config)
+    )
     return model
+
+
+def brings_code(config: PretrainedConfig) -> bool:
+    """``trust_remote_code`` for making the model of a config that was read from a folder. Raises UntrustedCode."""
+    return bool(getattr(config, "auto_map", None)) and trusted(config.name_or_path)
 
 
 def build(
@@ -91,7 +100,7 @@ def build(
         from train.config.sections import FsdpConfig  # this module is imported where there is torch alone
 
         options = FsdpConfig()
-    config = AutoConfig.from_pretrained(policy)
+    config = AutoConfig.from_pretrained(policy, trust_remote_code=trusted(policy))
     stored = common_dtype(stored_dtypes(policy).values())
     model = skeleton(config, make)
     remember_names(model, policy)
@@ -353,12 +362,15 @@ def export(
 def write_config(model: nn.Module, policy: Path, folder: Path, dtype: torch.dtype) -> None:
     """Leave the policy's config beside the weights: as it stands, or with another class and labels if those are new.
 
+    A user's own class is not in it: what serves the policy goes on with the class that it knows.
+
     Written anew by another transformers, the same settings have other names, and a running server would refuse them.
     The generation config and the tokenizer are copied when the policy is published.
     """
-    config = AutoConfig.from_pretrained(policy)
-    architectures = [type(model).__name__.removeprefix("FSDP")]
-    if config.architectures == architectures and config.num_labels == model.config.num_labels:
+    config = AutoConfig.from_pretrained(policy, trust_remote_code=trusted(policy))
+    architectures = [model.made_as.__name__]
+    same = config.architectures == architectures and config.num_labels == model.config.num_labels
+    if same or is_own(model.made_as):
         shutil.copyfile(policy / "config.json", folder / "config.json")
         return
     config.architectures, config.dtype = architectures, dtype

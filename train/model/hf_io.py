@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
@@ -27,7 +27,9 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
+from feedback.trusted_code import trusted
 from serve.policies.folder import safetensors_header
 
 ADAPTER = ".lora_"
@@ -41,11 +43,13 @@ FILE_BYTES = 2 * 2**30
 
 
 def remember_names(model: PreTrainedModel, policy: Path) -> None:
-    """Keep on the bare model, as ``checkpoint_keys``, under which names ``policy`` stores each parameter (``names``).
+    """Keep on the bare model its class (``made_as``), and under which names ``policy`` stores each parameter, as
+    ``checkpoint_keys`` (``names``).
 
     It must come before ``fully_shard``, which changes the model's class, by which transformers knows its names.
     """
     model.checkpoint_keys = names(model, list(stored_in(policy)))
+    model.made_as = type(model)
 
 
 def load(model: nn.Module, policy: Path, device: torch.device, unstored: frozenset[str] = frozenset()) -> None:
@@ -68,7 +72,7 @@ def load(model: nn.Module, policy: Path, device: torch.device, unstored: frozens
     if all(keys.get(plain_name(name)) for name in wanted):
         fill(wanted, read_slices(wanted, keys, files), device)
     else:
-        fill(wanted, sent_by_rank_0(wanted, policy), device)
+        fill(wanted, sent_by_rank_0(wanted, policy, model.made_as), device)
 
 
 def stored_tensors(model: nn.Module, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -128,6 +132,11 @@ class FolderWriter:
 
     def _aside(self, i: int) -> Path:
         return self.folder / f"model-{i + 1:05}.safetensors.new"
+
+
+def is_own(made_as: type) -> bool:
+    """Whether a model's class is a user's, and neither transformers' nor of code that comes with the model."""
+    return made_as.__module__.partition(".")[0] not in ("transformers", TRANSFORMERS_DYNAMIC_MODULE_NAME)
 
 
 # ------------------------------------------------------------------------------------------------------- names
@@ -266,13 +275,13 @@ def read_slices(
                 yield name, stored[own_slice(target)] if target.ndim else file.get_tensor(key)
 
 
-def sent_by_rank_0(wanted: dict[str, Tensor], policy: Path) -> Iterator[tuple[str, Tensor]]:
+def sent_by_rank_0(wanted: dict[str, Tensor], policy: Path, made_as: Any) -> Iterator[tuple[str, Tensor]]:
     """(name, this rank's part), of tensors that rank 0 has transformers load (in the stored dtype) and sends whole."""
     failure: list[str | None] = [None]
     state: dict[str, Tensor] = {}
     if torch.distributed.get_rank() == 0:
         try:
-            state = converted(policy, {plain_name(name) for name in wanted})
+            state = converted(policy, {plain_name(name) for name in wanted}, made_as)
         except Exception as error:  # noqa: BLE001  the other ranks wait: tell them, and all raise
             failure = [f"{type(error).__name__}: {error}"]
     torch.distributed.broadcast_object_list(failure, src=0)
@@ -288,9 +297,12 @@ def sent_by_rank_0(wanted: dict[str, Tensor], policy: Path) -> Iterator[tuple[st
         yield name, whole[own_slice(target)]
 
 
-def converted(policy: Path, wanted: set[str]) -> dict[str, Tensor]:
+def converted(policy: Path, wanted: set[str], made_as: Any) -> dict[str, Tensor]:
     """The policy's tensors as transformers makes them, by the model's names."""
-    whole, info = AutoModelForCausalLM.from_pretrained(policy, dtype="auto", output_loading_info=True)
+    model_class = made_as if is_own(made_as) else AutoModelForCausalLM
+    whole, info = model_class.from_pretrained(
+        policy, dtype="auto", output_loading_info=True, trust_remote_code=trusted(policy)
+    )
     if missing := sorted(set(info["missing_keys"]) & wanted):
         raise ValueError(f"{policy} has no tensors for {missing[:8]}{' …' if len(missing) > 8 else ''}")
     return {name: tensor.detach() for name, tensor in held(whole)}

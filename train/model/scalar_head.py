@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
+from feedback.trusted_code import UntrustedCode
 from train.batch.packed import PackedBatch
 from train.batch.prompt_rows import take_rows
-from train.model.fsdp import build, outputs_at
+from train.model.fsdp import brings_code, build, outputs_at
 from train.model.hf_io import as_parameter
 from train.model.tensor_parallel import local
 
@@ -54,7 +55,11 @@ def with_one_output(config: PretrainedConfig) -> PreTrainedModel:
     """transformers' sequence-classification model of the config's architecture, with one label, in float32."""
     config.num_labels = 1
     try:
-        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_config(
+            config, dtype=torch.float32, trust_remote_code=brings_code(config)
+        )
+    except UntrustedCode:
+        raise
     except ValueError as error:
         raise ValueError(
             f"{type(config).__name__}: transformers has no sequence-classification model of this architecture, which "

@@ -13,9 +13,9 @@ from feedback.files import replace_file
 from train.config.training import TrainConfig
 from train.controller.usage import Device, Usage
 from train.controller.worker_group import WorkerGroup
-from train.model.fsdp import causal_lm
 from train.model.scalar_head import with_one_output
 from train.observe.resource_file import FILE, Rank, Resources
+from train.own_model.model_class import maker
 from train.planner.machine import PRESETS
 from train.planner.model_shape import read_config, shape_of
 from train.planner.sizes import GIB, ModelShape
@@ -45,7 +45,7 @@ class ResourceMonitor:
         self, config: TrainConfig, folder: Path, policy: Path, pools: Mapping[str, WorkerGroup], actor: WorkerGroup
     ) -> None:
         self._config, self._file, self._pools, self._actor = config, folder / FILE, pools, actor
-        make = causal_lm if config.algorithm.trains_policy else with_one_output
+        make = maker(config.model) if config.algorithm.trains_policy else with_one_output
         self._shape = shape_of(read_config(policy), config.lora, make, config.fsdp.layers)
 
     def begin(self) -> str:

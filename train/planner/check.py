@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel
@@ -98,16 +99,19 @@ def _level(needed: int, room: int, most: float) -> Level:
 
 
 def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) -> Finding:
+    from train.own_model.overrides import model_folder
     from train.planner.model_shape import models_of, read_config
 
     if config.dataflow is not None:
         return Finding("unplanned", f"train.dataflow={config.dataflow} may hold other models than are planned for")
     if machine.kind == "cuda" and any(pool.gpus == 0 for pool in config.placement.pools.values()):
         return Finding("unplanned", "train.placement.pools has a pool without GPUs, beside others")
-    models, work = models_of(read_config(policy), config, machine.kind), Workload.of(config, prompt_tokens=1)
+    models = models_of(read_config(policy, config.model), config, machine.kind)
+    work = Workload.of(config, prompt_tokens=1)
     started = config
     if config.samples:
-        size = rollout_cache(config, policy).size
+        with TemporaryDirectory() as aside:
+            size = rollout_cache(config, model_folder(config.model, policy, Path(aside))).size
         started = config.model_copy(update={"rollout": config.rollout.model_copy(update={"kv_cache_bytes": size})})
     found = plan(started, models, machine, work)
 
@@ -180,7 +184,7 @@ def _adapters_fit(config: TrainConfig, policy: Path, machine: Machine, work: Wor
         return False
     adapted = config.model_copy(update={"lora": LoraConfig()})
     with suppress(ValueError):
-        models = models_of(read_config(policy), adapted, machine.kind)
+        models = models_of(read_config(policy, config.model), adapted, machine.kind)
         *_, least = candidates(_opened(adapted, offload=False), models, machine, work)  # of what is open, the least
         return plan(least, models, machine, work).fits
     return False

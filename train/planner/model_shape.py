@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from feedback.trusted_code import UntrustedCode
 from serve.kv_cache import full_context
 from train.algorithms import load
 from train.batch.prompt_rows import take_rows
-from train.config.sections import LoraConfig
+from train.config.sections import LoraConfig, PolicyModelConfig
 from train.config.training import TrainConfig
 from train.model.attention import by_scores, use_packed_attention
 from train.model.fsdp import Make, causal_lm, decoder_layers
@@ -37,6 +38,8 @@ from train.model.shard_dimensions import placement_for
 from train.model.tensor_parallel import can_share
 from train.optimizers.build import body_matrices
 from train.optimizers.muon import orthogonalisation_flops
+from train.own_model import overrides
+from train.own_model.model_class import maker
 from train.planner.plan import TENSOR_PARALLEL, Models, TracedModel
 from train.planner.sizes import Activations, Batch, ModelShape, Unit
 
@@ -46,24 +49,29 @@ TRACED: Final = "traced"
 _SHARDS: Final = 2  # with which dimension a weight is sharded on is found out: any number that divides most sizes
 
 
+_AS_IT_IS: Final = PolicyModelConfig()
+
+
 class ModelNotPlanned(ValueError):
     """The model can't be planned for; the text says why."""
 
 
-def read_config(model: Path) -> PretrainedConfig:
-    """The config of a model's folder, or of a config.json.
+def read_config(model: Path, settings: PolicyModelConfig = _AS_IT_IS) -> PretrainedConfig:
+    """The config of a model's folder, or of a config.json, with the overrides of ``settings``.
 
     Raises:
-        ModelNotPlanned: there is none, or transformers does not know the architecture.
+        ModelNotPlanned: there is none, transformers does not know the architecture, or the overrides are not of it.
+        feedback.trusted_code.UntrustedCode: it comes with code that may not run.
     """
     file = model / "config.json" if model.is_dir() else model
     if not file.is_file():
         raise ModelNotPlanned(f"{model}: there is no {file}; name a model's folder, or its config.json")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)  # else it asks
+        return overrides.read_config(file, settings)
+    except UntrustedCode:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise ModelNotPlanned(f"{model}: transformers can't read {file}: {error}") from error
-    return config
 
 
 def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Models:
@@ -73,7 +81,7 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
         ModelNotPlanned: as ``shape_of``; or no policy is trained.
     """
 
-    def traced(of: PretrainedConfig, make: Make = causal_lm, lora: LoraConfig | None = None) -> TracedModel:
+    def traced(of: PretrainedConfig, make: Make, lora: LoraConfig | None = None) -> TracedModel:
         tracer = Tracer(of, dtype=config.dtype, device=device, lora=lora, make=make)
         return TracedModel(shape_of(of, lora, make), tracer)
 
@@ -82,11 +90,12 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
             f"train.algorithm.name={config.algorithm.name} trains no policy, and only policies are planned for; choose "
             "the algorithm of the policy that it is for"
         )
-    plain = traced(policy)
+    make = maker(config.model)
+    plain = traced(policy, make)
     critic, algorithm = config.algorithm.critic.model, load(config.algorithm)
     return Models(
         policy=plain,
-        actor=plain if config.lora is None else traced(policy, lora=config.lora),
+        actor=plain if config.lora is None else traced(policy, make, config.lora),
         critic=traced(policy if critic is None else read_config(critic), with_one_output)
         if algorithm.needs_critic
         else None,
@@ -120,7 +129,8 @@ def shape_of(
     inside = [list(layer.named_parameters()) for layer in layers]
     owned = {id(parameter) for layer in inside for _, parameter in layer}
     root = [(name, p) for name, p in model.named_parameters() if id(p) not in owned]
-    heads = text.num_attention_heads
+    hidden = model.get_input_embeddings().weight.shape[1]
+    heads = getattr(text, "num_attention_heads", 1)  # a class of one's own may call them otherwise
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     routed = getattr(text, "num_experts_per_tok", None) or 1
@@ -135,10 +145,10 @@ def shape_of(
         kinds=kinds,
         active=sum(kinds.values()) - round(kinds.get("experts", 0) * (1 - routed / experts)),
         vocabulary=model.get_input_embeddings().weight.shape[0],
-        hidden=text.hidden_size,
+        hidden=hidden,
         heads=heads,
         key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_size=getattr(text, "head_dim", None) or hidden // heads,
         tied=tied,
         stored=str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch."),
         context=full_context(json.loads(config.to_json_string(use_diff=False))),
@@ -174,12 +184,20 @@ class Tracer:
         config = _slice_of(self.config, slices)
         if slices not in self._models:
             self._models[slices] = [cut_model(config, layers, self.dtype, self.lora, self.make) for layers in (1, 2)]
-        one, two = (run_body(model, batch, self.device) for model in self._models[slices])
+        try:
+            one, two = (run_body(model, batch, self.device) for model in self._models[slices])
+        except (AttributeError, TypeError) as error:
+            if type(self._models[slices][0]).__module__.startswith("transformers."):
+                raise
+            raise ModelNotPlanned(
+                f"{type(config).__name__}: what a pass keeps is traced by the model's body, which must take "
+                f"inputs_embeds and position_ids as those of transformers do: {error}"
+            ) from error
         layer = two.kept - one.kept
-        if self.make is causal_lm:
-            head = _run_head(config, batch, self.dtype, self.device, trained=self.lora is None)
-        else:
+        if self.make is with_one_output:
             head = _run_scalar_head(config, batch, self.dtype)
+        else:
+            head = _run_head(config, batch, self.dtype, self.device, trained=self.lora is None)
         return Activations(
             layer=layer,
             outside=one.kept - layer,

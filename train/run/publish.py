@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from train.context import JobContext, RunStart
 from train.controller.worker_group import WorkerGroup
 from train.data.prompts import TrainingData
 from train.dataflows.base import Data
+from train.own_model.model_class import lineage as model_lineage
+from train.own_model.model_class import own_class
 from train.run.best_weights import Best
 
 
@@ -31,8 +34,8 @@ def publish(
 ) -> Policy:
     """Write weights aside, all else of the parent's beside them, and have the store make a version of it.
 
-    What decides an answer besides the weights (config, tokenizer, chat templates, how it generates) is the parent's,
-    byte by byte: a running server swaps weights alone.
+    What decides an answer besides the weights (config, code, tokenizer, chat templates, how it generates) is the
+    parent's, byte by byte, but for ``train.model.config_overrides``: a running server swaps weights alone.
 
     ``erased``: rows by table that the run had read and that were erased meanwhile, where that is only to be marked.
     ``best``: the weights that become the policy, in place of those that the actor has.
@@ -40,6 +43,8 @@ def publish(
     folder = export_aside(actor, parent, context, best=best)
     lineage = lineage_of(config, context, start, data, erased)
     lineage |= {"prompts": data.usable, "reward": start.reward, "scorer": start.scorer}
+    if made_by := model_lineage(config.model, folder):
+        lineage["model"] = made_by
     if isinstance(data, TrainingData) and data.own:
         lineage["prompt_files"] = [of.lineage() for of in data.own]
     metrics = metrics_of(history) | ({} if best is None else {"best": {"step": best.step, "reward": best.reward}})
@@ -48,7 +53,7 @@ def publish(
         parent=parent.version,
         lineage=lineage,
         metrics=metrics,
-        probe=probe.measure,
+        probe=partial(probe.measure, model_class=own_class(config.model)),
         learned_prompts=getattr(data, "learned_prompts", None),  # what a dataflow of one's own reads may not say so
     )
     shutil.rmtree(folder)

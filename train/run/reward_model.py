@@ -21,6 +21,7 @@ import pyarrow as pa
 from evaluation.statistics.intervals import paired_bootstrap, wilson
 from feedback.config import ModelConfig
 from feedback.scoring.sources.reward_model import CALIBRATION, RewardModel
+from feedback.trusted_code import trusted
 from serve.policies.store import Policy, PolicyStore, StalePointer
 from train.config.training import TrainConfig
 from train.context import JobContext, RunStart
@@ -149,9 +150,9 @@ def read_as_trained(folder: Path) -> None:
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted(folder))
     if tokenizer.pad_token_id is not None:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted(folder))
         config.get_text_config().pad_token_id = tokenizer.pad_token_id
         config.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"

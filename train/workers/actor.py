@@ -11,6 +11,8 @@ from train.batch.packed import PackedBatch
 from train.controller.dispatch import answer_and_per_token, by_tokens, dispatch, per_token, to_all
 from train.model.fsdp import build, export, token_log_probs
 from train.model.lora import export_adapter
+from train.own_model.model_class import maker
+from train.own_model.separation import require_apart
 from train.workers.model_worker import TrainedWorker, forward_per_token
 
 
@@ -20,7 +22,9 @@ class ActorWorker(TrainedWorker):
     all_patterns_fit = True
 
     def build(self) -> nn.Module:
-        return build(self.policy, lora=self.config.lora, **self.build_options)
+        model = build(self.policy, lora=self.config.lora, make=maker(self.config.model), **self.build_options)
+        require_apart(model, self.build_options["dtype"])
+        return model
 
     @property
     def updates_of_run(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from feedback.trusted_code import trusted
 from train.algorithms.base import Loss
 from train.batch.packed import PackedBatch
 from train.controller.dispatch import by_tokens, dispatch, per_token
@@ -67,7 +68,10 @@ def require_same_tokens(model: Path, policy: Path) -> None:
     if not (model / "config.json").is_file():
         raise ValueError(f"train.algorithm.critic.model={model} is not a model: it has no config.json")
     try:
-        known, needed = (AutoConfig.from_pretrained(folder).get_text_config().vocab_size for folder in (model, policy))
+        known, needed = (
+            AutoConfig.from_pretrained(folder, trust_remote_code=trusted(folder)).get_text_config().vocab_size
+            for folder in (model, policy)
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"train.algorithm.critic.model={model} can't be read as a model: {error}") from error
     if known != needed:

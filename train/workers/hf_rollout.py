@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from feedback.trusted_code import trusted
 from serve.generation.tokenizer import Text
 from serve.kv_cache import token_bytes
 from train.batch.packed import Sample
@@ -24,7 +25,7 @@ class HfRolloutWorker(Worker):
     def __init__(self, *, policy: Path, config: TrainConfig, seed: int, **peers: object) -> None:
         super().__init__(**peers)  # type: ignore[arg-type]
         r = config.rollout
-        self.text = Text(AutoTokenizer.from_pretrained(policy))
+        self.text = Text(AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy)))
         self.stop = stop_tokens(policy, self.text.tokenizer.eos_token_id)
         self.context = longest_context(r, policy)
         self.cache = rollout_cache(config, policy).size
@@ -84,7 +85,8 @@ def stop_tokens(policy: Path, end_token: int | None) -> frozenset[int]:
     try:
         config = GenerationConfig.from_pretrained(policy)
     except OSError:
-        config = GenerationConfig.from_model_config(AutoConfig.from_pretrained(policy))
+        model = AutoConfig.from_pretrained(policy, trust_remote_code=trusted(policy))
+        config = GenerationConfig.from_model_config(model)
     ends = config.eos_token_id
     listed = ends if isinstance(ends, list) else [ends]
     return frozenset(token for token in (end_token, *listed) if token is not None)

@@ -15,6 +15,7 @@ from train.controller.dispatch import dispatch, per_token
 from train.controller.worker import Worker
 from train.model.fsdp import build
 from train.model.lora import adapters_off
+from train.own_model.model_class import maker
 from train.workers.actor import ActorWorker, forward_log_probs
 from train.workers.model_worker import meshes_of
 
@@ -38,6 +39,7 @@ class ReferenceWorker(Worker):
                 meshes=self.meshes,
                 options=config.fsdp,
                 frozen=True,
+                make=maker(config.model),
             )
 
     def rest(self) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 from evaluation.config import EngineConfig
 from evaluation.engine import Call
 from serve.kv_cache import BATCH_SHARE, fit_engine
-from serve.policies.folder import compute_dtype
+from serve.policies.folder import compute_dtype, sha256_file
 from serve.policies.store import Policy
 from serve.swap.compatibility import identity
 from train.config.context_length import rollout_cache
@@ -46,14 +47,16 @@ class ResidentPools:
         self._end()
 
     @contextmanager
-    def of(self, config: TrainConfig, parent: Policy) -> Generator[dict[str, Pool]]:
+    def of(self, config: TrainConfig, parent: Policy, model: Path) -> Generator[dict[str, Pool]]:
         """The pools for a run, those of the last one if they can be; at rest when it has ended well.
+
+        ``model``: the parent's folder as it is trained from.
 
         After an exception they are of no further use, and end: a run that is stopped early has left them in the middle.
         """
         layout, engine = layout_of(config), None
         if config.samples and config.rollout.backend == "vllm":
-            engine = rollout_engine(config, parent)
+            engine = rollout_engine(config, parent, model)
         if layout != self._layout or (engine and self._engine and engine != self._engine):
             self._end()
         if not self._pools:
@@ -144,11 +147,12 @@ def layout_of(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def rollout_engine(config: TrainConfig, policy: Policy) -> dict[str, Any]:
+def rollout_engine(config: TrainConfig, policy: Policy, model: Path) -> dict[str, Any]:
     """What an engine for rollouts is started by."""
-    r, cache = config.rollout, rollout_cache(config, policy.path)
+    r, cache = config.rollout, rollout_cache(config, model)
     return {
         "model": identity(policy),
+        "config": sha256_file(model / "config.json"),
         "dtype": config.dtype,
         "tensor_parallel_size": r.tensor_parallel_size,
         "max_model_len": cache.max_model_len,
@@ -170,6 +174,7 @@ def evaluation_engine(config: EngineConfig, policy: Policy) -> dict[str, Any]:
     cache = fit_engine(config, policy.path, section="evaluation.engine", share=BATCH_SHARE)
     return {
         "model": identity(policy),
+        "config": sha256_file(policy.path / "config.json"),
         "dtype": compute_dtype(policy.path, config.dtype),
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_model_len": cache.max_model_len,

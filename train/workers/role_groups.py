@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from serve.vllm.boot import engine_variables
 from train import algorithms
@@ -19,6 +19,8 @@ from train.controller.ray_pool import ResourcePool, gpus_of_cluster
 from train.controller.worker_group import Pool, WorkerError, WorkerGroup, results
 from train.data.rewards import Reward, RewardFunction, rewards_of
 from train.model.mesh import batch_parts, mesh_sizes
+
+PREPARE: Final = "train.own_model.model_class:prepare"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ def start_groups(
     disaggregated = config.samples and on.rollout != on.actor
     rewards: RewardFunction | None = reward
     with pools or start_pools(config) as placed, heartbeats(config, placed, folder):
+        for name, pool in placed.items():
+            arguments = [(PREPARE, config.model)] * pool.layout.ranks
+            pool.call(f"model of {name}", "prepare", arguments).result(config.start_timeout_s)
         if on.reward is not None and reward is not None:
             group = placed[on.reward].group(
                 "reward", "train.workers.reward:RewardWorker", reward=reward.settings, timeout_s=reward.timeout_s

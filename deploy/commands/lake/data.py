@@ -14,6 +14,7 @@ from deploy.commands.common import date_and_time, json_out, pass_settings, utc, 
 from deploy.config.root import Settings
 from feedback.exchange import ExportForm, ImportForm, Style
 from feedback.processes.signals import stop_on_signals
+from feedback.trusted_code import trusted
 
 if TYPE_CHECKING:
     from feedback.exchange.imports import Tokenise
@@ -167,7 +168,8 @@ def _tokenise(settings: Settings) -> Tokenise:
     pointer = store.serving()
     if pointer is None:
         raise click.UsageError("no policy serves, whose tokenizer prompts need: run `millrace init --model FOLDER`")
-    text = Text(AutoTokenizer.from_pretrained(store.get(pointer.version).path))
+    policy = store.get(pointer.version).path
+    text = Text(AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy)))
 
     def tokenise(prompt: Any) -> tuple[str, str | None, list[int]]:
         if not isinstance(prompt, str) and not text.has_chat_template:

@@ -24,6 +24,7 @@ import pyarrow as pa
 from feedback.config import ClassifierConfig
 from feedback.files import ERASURES
 from feedback.scoring.sources.rules import Reasons, Values
+from feedback.trusted_code import trusted
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ NAME: Final = "model"
 CALIBRATION: Final = "reward_calibration"
 """Of a model that Millrace trained, in its config.json: {scale, shift} of the line from its logit to log odds."""
 BATCH_ROWS: Final = 1024  # small, so that progress is seen; large, so that rows of like length come together
-_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py")
 _MOST_QUOTED: Final = 300
 _NO_LIMIT: Final = 10**9  # a tokenizer without a limit has a huge number
 
@@ -139,10 +140,14 @@ class RewardModel:
                 f"reward model {self.config.name}: no GPU for device {device}; set it to cpu or auto"
             )
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=trusted(self.folder))
             with torch.random.fork_rng(devices=[]):  # training's random numbers are its own
                 model, report = AutoModelForSequenceClassification.from_pretrained(
-                    self.folder, dtype=self.config.dtype, use_safetensors=True, output_loading_info=True
+                    self.folder,
+                    dtype=self.config.dtype,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    trust_remote_code=trusted(self.folder),
                 )
             model = model.to(device).eval()
         except Exception as error:  # a folder may hold anything, which may fail in any way

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy import cli
+from deploy import cli, memory_check
 from deploy.config import describe, reference, root
 from deploy.config.root import Settings
+from feedback.trusted_code import consent_to
 from serve.policies.store import PolicyStore
 from tests.paths import ROOT
 
@@ -263,11 +264,47 @@ def test_init_refuses_what_is_no_causal_language_model(tmp_path: Path, capsys: p
     code, _, err = run("init", "--model", str(folder), capsys=capsys)
     assert code == 1
     assert "BertForMaskedLM" in err
-    (folder / "config.json").write_text('{"architectures": ["NobodysForCausalLM"], "auto_map": {}}')
+    (folder / "config.json").write_text('{"architectures": ["NobodysForCausalLM"]}')
     code, _, err = run("init", "--model", str(folder), capsys=capsys)
     assert code == 1
     assert "NobodysForCausalLM" in err
-    assert "never run" in err
+    assert "train.model.class" in err
+
+
+def test_a_model_with_code_becomes_a_policy_by_the_consent_that_the_error_names(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shutil
+
+    folder = tmp_path / "coded"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    kind = config["architectures"][0]
+    config |= {"architectures": ["OurForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_our.OurForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    code_of_model = f"from transformers import {kind}\n\nclass OurForCausalLM({kind}):\n    pass\n"
+    (folder / "modeling_our.py").write_text(code_of_model)
+    code, _, err = run("init", "--model", str(folder), "--home", "h", capsys=capsys)
+    assert code == 1
+    (named,) = re.findall(r"set train\.model\.trusted_code to (\{.*\})\. ", err)
+    consent = ("--train.model.trusted_code", named)
+    code, _, err = run("init", "--model", str(folder), "--home", "h", *consent, capsys=capsys)
+    assert code == 0, err
+    assert Path("h/policies/v000001/modeling_our.py").read_text() == code_of_model
+    settings = root.load(None, [("home", "h")])
+    assert settings.train.model.trusted_code == {name: [digest] for name, digest in json.loads(named).items()}
+    memory_check.require_server(settings, None, print)
+    consent_to({})
+    for require in (memory_check.require_server, memory_check.require_training):
+        with pytest.raises(root.ConfigError, match=r"modeling_our\.py is not named"):
+            require(settings, None, print)
+
+
+def test_no_argument_of_vllm_runs_code_of_models(capsys: pytest.CaptureFixture[str]) -> None:
+    for section in ("serve", "evaluation"):
+        option = (f"--{section}.engine.extra", "{trust_remote_code: true}")
+        code, _, err = run("status", *option, capsys=capsys)
+        assert (code, "runs by train.model.trusted_code" in err) == (2, True)
 
 
 def test_init_converts_pickled_weights(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

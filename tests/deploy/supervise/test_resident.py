@@ -206,7 +206,7 @@ def test_an_engine_whose_context_vllm_finds_by_its_cache_is_lent_for_one_with_as
     make_home(tmp_path, without_context)
     found = PolicyStore(tmp_path / "policies").get(1)
     pools, (config, _) = ResidentPools(), job(tmp_path, "unknown", rollout={"max_tokens": 6, "kv_cache_bytes": 2**24})
-    pools._engine = rollout_engine(config, found)
+    pools._engine = rollout_engine(config, found, found.path)
     assert pools.refusal(EngineConfig(kv_cache_bytes=2**24), found) is None
     assert "kv_cache_bytes" in str(pools.refusal(EngineConfig(kv_cache_bytes=2**25), found))
 

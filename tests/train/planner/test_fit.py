@@ -150,7 +150,7 @@ def test_settings_that_can_not_be_planned_pass_with_the_reason(settings: Any, wh
         (None, "there is no"),
         ("{", "can't read"),
         ('{"model_type": "unheard_of"}', "`unheard_of`"),
-        ('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}', "custom code"),
+        ('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}', "not in the folder: mine.py"),
     ],
 )
 def test_a_model_that_can_not_be_read_passes_with_the_reason_in_one_line(

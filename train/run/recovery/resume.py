@@ -30,6 +30,7 @@ from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.data.own_prompts import hashes
 from train.observe.progress import say
+from train.own_model.overrides import model_folder
 from train.run.recovery.erasures import Erasures
 from train.run.recovery.resume_settings import changed_files, differing_settings
 from train.run.recovery.unfinished import LOCK, START, SUPERVISOR, Stores, forget, published_by, was_erased
@@ -107,7 +108,7 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, 
             )
         return Begun(start, store.get(start.parent), checkpoint, progress, finished)
     parent = _parent(store, context)
-    sized = with_context(config, parent.path)
+    sized = with_context(config, model_folder(config.model, parent.path, context.folder))
     fresh = RunStart(
         id=uuid.uuid4().hex,
         parent=parent.version,

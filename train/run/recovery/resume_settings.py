@@ -18,6 +18,8 @@ DECISIVE: Final = (
     "dataflow",
     "optimizer",
     "lora",
+    "model.class",
+    "model.config_overrides",
     "data",
     "dtype",
     "seed",

@@ -126,7 +126,8 @@ def make_run(arguments: argparse.Namespace) -> None:
             begun, erasures = Begun(start, parent), Erasures(Lake(folder, LakeConfig()), start.lake_versions, config)
             reward = Reward("deploy.examples.bench.training.asynchronous:reward", config.step_timeout_s)
             data, seed = data_of(arguments), 1 + arguments.seed
-            train(Online, config, context, Stores(store, store), begun, data, seed, [], erasures, reward)
+            stores = Stores(store, store)
+            train(Online, config, context, stores, begun, parent.path, data, seed, [], erasures, reward)
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""Whether a model that is not transformers' own keeps the sequences of a packed batch apart."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from train.batch.packed import PackedBatch, Rollout
+from train.model.fsdp import token_log_probs
+
+_TOLERANCE: Final = {torch.float32: 1e-3}
+_WIDER: Final = 0.1
+"""Of the spread of the log-probabilities, by the type that is computed in. What lies before a sequence moves them by a
+share of it that rounding does not come near."""
+
+
+def require_apart(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raise ValueError if a sequence's logprobs depend on what lies before it in a batch. Every rank must call it.
+
+    transformers' own models take attention for packed batches from ``train.model.attention``. Another one that makes
+    its own must tell where a sequence begins by ``position_ids``, which start again at 0.
+    """
+    made_as: Any = model.made_as
+    if made_as.__module__.startswith("transformers."):
+        return
+    batches = [PackedBatch.pack([rollout]) for rollout in _ROLLOUTS]
+    with torch.no_grad():
+        together = token_log_probs(model, PackedBatch.pack(_ROLLOUTS))[0]
+        alone = torch.cat([token_log_probs(model, batch)[0] for batch in batches])
+    if isinstance(model, FSDPModule):
+        model.reshard()  # the root stays gathered, and an optimizer would be made of what is gathered
+    spread = alone[alone != 0].std()
+    difference = float((together - alone).abs().max() / spread)
+    if not difference <= _TOLERANCE.get(dtype, _WIDER):
+        raise ValueError(
+            f"{made_as.__module__}:{made_as.__name__} gives a sequence other log-probabilities where others lie before "
+            f"it in a batch (they move by {difference:.2g} of their spread): have its attention see no token before "
+            "the last one whose position_ids is 0, or take its attention from transformers' ALL_ATTENTION_FUNCTIONS"
+        )
+
+
+def _rollout(prompt: list[int], response: list[int], group: int) -> Rollout:
+    return Rollout(prompt, response, [0.0] * len(response), 0.0, group)
+
+
+_ROLLOUTS: Final = [
+    _rollout([1, 3, 0, 2], [0, 1, 1, 3, 2, 0], 0),
+    _rollout([2, 2, 1], [3, 0, 2, 1], 1),
+    _rollout([2, 2, 1], [1, 2, 3, 3, 0], 1),
+]
+"""Tokens that every vocabulary has; two of them share a prompt."""
