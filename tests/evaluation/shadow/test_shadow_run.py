@@ -33,7 +33,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> PolicyStore:
     """Policy 1; 2 is fonder of digits, which are rewarded; 3 has the weights of 2."""
     store = PolicyStore(tmp_path_factory.mktemp("policies"))
     store.publish(lambda folder: write_policy(folder, 1), parent=None, lineage={}, metrics={})
-    fond = publish_fond_of_digits(store, store.get(1), steps=8)
+    fond = publish_fond_of_digits(store, store.get(1), steps=16)
     store.publish(fond.path, parent=2, lineage={}, metrics={})
     return store
 

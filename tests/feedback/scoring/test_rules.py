@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from fractions import Fraction
 from typing import Any
 
@@ -338,6 +339,16 @@ def test_json_schema_takes_json_that_meets_the_schema_and_nothing_else():
     jsonschema.validate(json.loads(texts[0]), schema)
 
 
+@pytest.fixture
+def usual_recursion_limit():
+    """Python's own; a library that another test imported may have raised it for the process."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
+
+
+@pytest.mark.usefixtures("usual_recursion_limit")
 def test_json_that_can_not_be_held_against_its_schema_is_missing_and_ends_no_run_in_training_either():
     deep = {"items": {"$ref": "#"}, "multipleOf": 0.5}
     texts = ["[" * 300 + "]" * 300, "9" * 400, "[1, [2]]"]

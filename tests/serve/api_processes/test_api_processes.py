@@ -119,7 +119,8 @@ async def begun(stack: AsyncExitStack, client: httpx.AsyncClient, user: str, tok
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    # Not by splitlines, for which a response's own U+0085 or U+2028 ends a line.
+    return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
 
 
 async def all_forms(client: httpx.AsyncClient, user: str) -> list[str]:

@@ -32,6 +32,7 @@ SLOW, POOR = 12, 600  # requests, tokens a minute
 PLACES = 64  # in a replica
 BODIES = 5 * PLACES  # on their way to a proxy
 USER, SSO_HEADER, SSO_PROXY = "ann@example.org", "X-Forwarded-User", "127.0.0.2"
+ANOTHER_ADDRESS = "127.0.0.9"  # that no other test has sent bad keys from
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from deploy.examples.demo.seed import make_tokenizer
 from feedback.datasets import Prompt
+from feedback.scoring.sources.rules import COLUMNS
 from tests.paths import ROOT
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
@@ -310,7 +311,9 @@ def test_apart_from_training_generation_has_its_weights_and_the_documented_dataf
 def test_a_pool_of_its_own_rewards_responses(split: tuple[Groups, TrainConfig]) -> None:
     reward = split[0].reward
     assert reward is not None
-    assert reward(pa.table({"response": ["ab", "c", "def"]})).values == [-2.0, -1.0, -3.0]
+    nothing = pa.nulls(3)
+    rows = dict.fromkeys(COLUMNS, nothing) | {"response": ["ab", "c", "def"]}
+    assert reward(pa.table(rows)).values == [-2.0, -1.0, -3.0]
 
 
 def test_groups_are_sampled_while_training_learns_and_rewarded_by_their_pool(
