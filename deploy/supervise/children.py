@@ -26,11 +26,12 @@ _SUBREAPER_MARGIN_S = 8.0  # beyond the grace, to end what the command left behi
 @contextmanager
 def no_leftovers(grace: float = 5.0) -> Iterator[None]:
     """End every process that the block started, directly or not, however the block ends. For a command's main()."""
+    before = subreaper.descendants()
     subreaper.adopt_orphans()
     try:
         yield
     finally:
-        if killed := subreaper.end_descendants(grace, spare_trackers=True):
+        if killed := subreaper.end_descendants(grace, spare=before, spare_trackers=True):
             print(f"killed what did not stop: {', '.join(killed)}", file=sys.stderr, flush=True)
 
 

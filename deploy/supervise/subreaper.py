@@ -157,11 +157,19 @@ def adopt_orphans() -> None:
         raise OSError(error, f"prctl: {os.strerror(error)}")
 
 
-def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
+def descendants() -> frozenset[psutil.Process]:
+    """The processes below this one."""
+    return frozenset(psutil.Process().children(recursive=True))
+
+
+def end_descendants(
+    grace: float, *, spare: frozenset[psutil.Process] = frozenset(), spare_trackers: bool = False
+) -> list[str]:
     """End every process below this one, SIGTERM first and SIGKILL after ``grace`` seconds; name those killed.
 
     Those from which signals are held back, because their owner was to end them, get SIGKILL at once.
 
+    spare: leave these; not what they have started since.
     spare_trackers: leave multiprocessing's resource trackers, which ignore SIGTERM, clean up and end when this process
     ends; for a process that has one of its own.
     """
@@ -170,7 +178,7 @@ def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
     signalled: set[int] = set()
     killed: set[str] = set()
     rounds = 100  # of killing: a process can fork while the list is read, so look again until none is left
-    while rounds and (living := _living(own, spare_trackers)):
+    while rounds and (living := _living(own, spare, spare_trackers)):
         late = time.monotonic() >= deadline
         rounds -= late
         for process in living:
@@ -185,10 +193,12 @@ def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
     return sorted(killed)
 
 
-def _living(own: psutil.Process, spare_trackers: bool) -> list[psutil.Process]:
+def _living(own: psutil.Process, spare: frozenset[psutil.Process], spare_trackers: bool) -> list[psutil.Process]:
     """The descendants that still run; those that have ended are reaped on the way, if they are ours to reap."""
     living = []
     for process in own.children(recursive=True):
+        if process in spare:
+            continue
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
                 if not (spare_trackers and _is_tracker(process)):

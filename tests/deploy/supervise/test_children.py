@@ -107,6 +107,21 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     running.stop()
 
 
+def test_what_ran_before_a_block_without_leftovers_runs_on(tmp_path: Path) -> None:
+    code = """
+import psutil, subprocess
+from deploy.supervise.children import no_leftovers
+sleep = ["sleep", "600"]
+with subprocess.Popen(sleep) as before:
+    with no_leftovers(grace=60):
+        inside = subprocess.Popen(sleep)
+    print(before.poll(), psutil.pid_exists(inside.pid))
+    before.kill()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout.split() == ["None", "False"], done.stderr
+
+
 def test_what_holds_signals_back_is_killed_at_once_and_not_waited_for(tmp_path: Path) -> None:
     code = f"""
 import subprocess, sys
