@@ -44,6 +44,10 @@ class ActiveRequests:
         """Change this process's number."""
         self._counts[self._own] += change
 
+    def clear(self, place: int) -> None:
+        """Another process has died, and what it had at work."""
+        self._counts[place] = 0
+
     def total(self) -> int:
         """The sum over all processes."""
         return sum(self._counts)

@@ -382,7 +382,7 @@ class TracesConfig(Section):
     timeout_s: float = Field(10, gt=0, le=60, description="An export may take this long (seconds).")
 
 
-_LONGEST_NAME: Final = 64 - len("-api-63")  # a journal's writer has 64 characters
+_LONGEST_NAME: Final = 64 - len("-api-71")  # a journal's writer has 64 characters
 
 
 class ServeConfig(Section):
@@ -397,6 +397,9 @@ class ServeConfig(Section):
         description="How many processes read requests and write answers and rows, in front of one engine; more than "
         "one where a single one is what the server is limited by, as with a small model on a GPU. Feedback, the "
         "console and the policy are the first one's.",
+    )
+    api_process_timeout_s: float = Field(
+        30, gt=0, description="One of several api_processes that does not answer the first for so long is replaced."
     )
     allowed_hosts: list[str] = Field(
         default_factory=list,

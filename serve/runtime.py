@@ -25,7 +25,7 @@ from serve.policies.experiments import Assignment, Turn
 from serve.policies.open_store import open_store
 from serve.reading.sessions import Sessions
 from serve.swap.swapper import DesiredState, Swap, Swapper
-from serve.vllm.engine import Engine
+from serve.vllm.engine import Engine, EngineClient
 
 log = logging.getLogger(__name__)
 
@@ -136,12 +136,12 @@ class Server(ApiProcess):
             self.sealer.start()
             self._sealing = True
             if self.further is not None:
-                await self.further.open(self.limiter)
+                await self.further.open(self.limiter, self._serving, self._news)
             await self.swapper.start()
             if self._with_vllm:
                 self._load_handlers()
             if self.further is not None:
-                await self.further.prepare(self._serving, self._news)
+                await self.further.prepare()
         except Exception as error:
             self.failure = error
             await self.close()
@@ -240,18 +240,21 @@ class Server(ApiProcess):
         }  # each counts its own
         return stats, self.unready()
 
-    def _lost(self, index: int, how: str) -> None:
-        """A further API process has ended: its requests end in the engine, and then the server."""
-        self.recorder.spawn(self._abandon(index), f"abort what API process {index} had requested")
-        self._end(f"API process {index} {how}; the others finish what they have, and the server ends")
-
-    async def _abandon(self, index: int) -> None:
-        try:
-            ended = await self.engine.abandon(index)
-        except (EngineError, TimeoutError) as error:
-            log.error("requests of API process %d go on in the engine until that ends: %s", index, error)
+    def _lost(self, client: EngineClient, how: str, replaced: bool) -> None:
+        """A further API process has ended: its requests end in the engine, and then the server, unless ``replaced``."""
+        self.recorder.spawn(self._abandon(client), f"abort what API process {client.index} had requested")
+        if replaced:
+            log.error("API process %d %s; another one is started in its place", client.index, how)
         else:
-            log.warning("%d requests of API process %d were ended in the engine", ended, index)
+            self._end(f"API process {client.index} {how}; the others finish what they have, and the server ends")
+
+    async def _abandon(self, client: EngineClient) -> None:
+        try:
+            ended = await self.engine.abandon(client)
+        except (EngineError, TimeoutError) as error:
+            log.error("requests of API process %d go on in the engine until that ends: %s", client.index, error)
+        else:
+            log.warning("%d requests of API process %d were ended in the engine", ended, client.index)
 
     def _observe_swap(self, swap: Swap) -> None:
         self.metrics.swaps.labels(ok=str(swap.ok).lower()).inc()

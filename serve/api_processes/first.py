@@ -1,8 +1,9 @@
-"""The further API processes as the first one has them: started, told what serves, asked, and ended.
+"""The further API processes as the first one has them: started, told what serves, asked, ended and replaced.
 
-One that ends by itself ends the server, as the engine's death does: the others finish what they have, and whatever
-keeps the server running starts it anew. What the dead one had acknowledged is in its journal, which is recovered as any
-dead writer's.
+One that ends by itself is replaced, and so is one that does not answer, once it has been killed. The new one is another
+client of the engine, and a new session of the journal: what the dead one had acknowledged is recovered as any dead
+writer's. After ``REPLACEMENTS`` of them, or while the server starts, the death of one is the server's: the others
+finish what they have, and whatever keeps the server running starts it anew.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from starlette.types import ASGIApp
 
@@ -31,7 +32,7 @@ from serve.api_processes.process import CUT_OFF_S
 from serve.config import ServeConfig
 from serve.engine import EngineError
 from serve.middleware.rate_limits import Limiter
-from serve.vllm import engine_process
+from serve.vllm import boot, engine_process
 
 if TYPE_CHECKING:
     from serve.vllm.engine import EngineClient
@@ -39,10 +40,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REPLACEMENTS: Final = 8
+"""How many times a process is replaced before the server ends with it."""
+
 _NEWS_S: Final = 0.2
 _ANSWER_S: Final = 5.0  # a further process that doesn't take in what serves by then is ended
+_BEAT_S: Final = 1.0  # between two questions whether one answers
 _POLL_S: Final = 0.1
 _END_S: Final = 10.0  # to close a journal, beyond the drain
+
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -50,6 +58,7 @@ class _Further:
     process: SpawnProcess
     link: Link | None = None
     attached: bool = False
+    lost: bool = False
 
 
 class FurtherProcesses:
@@ -64,68 +73,91 @@ class FurtherProcesses:
         self._port = port
         self._main = main
         self.count = config.api_processes - 1
+        self.spare = REPLACEMENTS
         self.folder = Path(tempfile.mkdtemp(prefix="millrace-api-"))  # nobody else may enter it
-        self.active = ActiveRequests.in_file(self.folder / COUNTS, config.api_processes, 0)
+        self.active = ActiveRequests.in_file(self.folder / COUNTS, config.api_processes + self.spare, 0)
         self.waiting: list[WaitingProcess] = []
         """Forked processes that become the further ones; where there are none, interpreters are started."""
         self.app: ASGIApp | None = None
         """What answers the requests that they hand on; set before they serve."""
-        self.on_loss: Callable[[int, str], None] = lambda index, why: None
-        """Called when one has ended by itself: which, and how."""
+        self.on_loss: Callable[[EngineClient, str, bool], None] = lambda client, how, replaced: None
+        """Called when one has ended by itself: which, how, and whether another one takes its place."""
         self._all: dict[int, _Further] = {}
+        self._clients: dict[int, EngineClient] = {}
+        self._spare: list[EngineClient] = []
         self._limiter: Limiter | None = None
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._may_serve = asyncio.Event()
         self._stopping = False
 
-    async def open(self, limiter: Limiter) -> None:
-        """Listen for them. ``limiter``: whose buckets count for all."""
-        self._limiter = limiter
+    async def open(
+        self, limiter: Limiter, serving: Callable[[], Serving], news: Callable[[], tuple[dict[str, float], str | None]]
+    ) -> None:
+        """Listen for them. ``limiter``: whose buckets count for all; ``serving``, ``news``: what they are told."""
+        self._limiter, self._serving, self._news = limiter, serving, news
         self._server = await asyncio.start_unix_server(self._connected, str(self.folder / SOCKET))
 
     def begin(self, clients: Sequence[EngineClient]) -> None:
-        """Start them; each waits until the engine is ready. In any thread, while an engine is launched."""
-        for client in clients:
-            beginning = Beginning(
-                self._config, self._feedback_config, client, self.folder, self._port, parent=os.getpid()
-            )
-            waiting = self.waiting.pop() if self.waiting else None
-            process = engine_process.start(self._main, (beginning,), f"api {client.index}", waiting)
-            self._all[client.index] = _Further(process)
+        """Start as many as there are to be; each waits until the engine is ready.
 
-    async def prepare(
-        self, serving: Callable[[], Serving], news: Callable[[], tuple[dict[str, float], str | None]]
-    ) -> None:
-        """Return when all of them could serve. ``serving``, ``news``: what they are told, then and later.
+        In any thread, while an engine is launched.
+        """
+        self._clients = {client.index: client for client in clients}
+        for client in clients[: self.count]:
+            self._start(client)
+        self._spare = list(clients[self.count :])
+
+    def _start(self, client: EngineClient) -> None:
+        beginning = Beginning(self._config, self._feedback_config, client, self.folder, self._port, parent=os.getpid())
+        waiting = self.waiting.pop() if self.waiting else None
+        process = engine_process.start(self._main, (beginning,), f"api {client.index}", waiting)
+        self._all[client.index] = _Further(process)
+
+    async def prepare(self) -> None:
+        """Return when all of them could serve.
 
         Raises EngineError if one ends, or takes longer than ``start_timeout_s``.
         """
         deadline = time.monotonic() + self._config.engine.start_timeout_s
         while not all(one.attached for one in self._all.values()):
             await self._wait(deadline)
-        await self.agree(serving())
-        self._spawn(self._tell_news(news), "news for the further API processes")
+        await self.agree(self._serving())
+        self._spawn(self._tell_news(), "news for the further API processes")
 
     def begin_to_listen(self) -> None:
         """Have them accept connections: the first process does."""
         self._may_serve.set()
 
     async def agree(self, serving: Serving) -> None:
-        """Return when each has taken in what serves. One that doesn't is ended, and the server with it."""
+        """Return when each has taken in what serves, or is dead: one that doesn't answer is killed.
+
+        One that still starts hears of it when it has attached itself.
+        """
 
         async def agree(index: int, one: _Further) -> None:
-            if one.link is None:
-                return
-            try:
-                async with asyncio.timeout(_ANSWER_S):
-                    await one.link.call("serve", serving)
-            except (LinkBroken, CallFailed, TimeoutError) as error:
-                if not self._stopping:
-                    log.error("API process %d does not answer, and is ended: %s", index, error or "it took too long")
-                    one.process.kill()
+            if not await self._answers(index, one, _ANSWER_S, "serve", serving):
+                await asyncio.to_thread(one.process.join, _END_S)
 
-        await asyncio.gather(*(agree(index, one) for index, one in self._all.items()))
+        await asyncio.gather(*(agree(index, one) for index, one in self._all.items() if one.attached))
+
+    async def _answers(self, index: int, one: _Further, seconds: float, name: str, *arguments: Any) -> bool:
+        """Whether it answers a call in time; else it is killed."""
+        assert one.link is not None
+        try:
+            await within(seconds, one.link.call(name, *arguments))
+        except (LinkBroken, CallFailed, TimeoutError) as error:
+            if not self._stopping and not one.lost:
+                log.error("API process %d does not answer, and is killed: %s", index, error or "it took too long")
+                one.process.kill()
+            return False
+        return True
+
+    async def _watch(self, index: int, one: _Further) -> None:
+        """Kill it when it doesn't answer any more: of one that hangs nobody would hear."""
+        while not self._stopping and await self._answers(index, one, self._config.api_process_timeout_s, "ping"):
+            await asyncio.sleep(_BEAT_S)
+        await self._ended(index)  # SIGKILL may not end it, and so not its link either
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Tell all of them something."""
@@ -160,6 +192,9 @@ class FurtherProcesses:
         """Return when they have ended; those that don't serve yet, or take longer than a stop may, are killed."""
         self.stop()
         began = self._may_serve.is_set()
+        for one in self._all.values():
+            if began and not one.attached:  # one that was to replace another
+                one.process.kill()
         deadline = time.monotonic() + (self._config.drain_timeout_s + 2 * CUT_OFF_S + _END_S if began else 0)
         while (alive := self._alive()) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)
@@ -203,7 +238,11 @@ class FurtherProcesses:
             self._all[index].link = link
 
         async def attached(index: int) -> None:
-            self._all[index].attached = True
+            one = self._all[index]
+            one.attached = True
+            link.tell("serve", self._serving())
+            link.tell("news", *self._news())
+            self._spawn(self._watch(index, one), f"watch API process {index}")
             await self._may_serve.wait()
 
         async def request(number: int, scope: dict[str, Any]) -> None:
@@ -222,19 +261,53 @@ class FurtherProcesses:
             },
         )
         await link.run()
-        if own and not self._stopping:
-            index = own[0]
-            process = self._all[index].process
-            await asyncio.to_thread(process.join, _END_S)
-            if process.exitcode is None:
-                process.kill()
-            self.on_loss(index, f"ended with code {process.exitcode}")
+        if own:
+            await self._ended(own[0])
 
-    async def _tell_news(self, news: Callable[[], tuple[dict[str, float], str | None]]) -> None:
+    async def _ended(self, index: int) -> None:
+        """Make sure that one which has ended, or let go of its link, is dead; then have another one take its place."""
+        one = self._all[index]
+        if one.lost or self._stopping:
+            return
+        one.lost = True
+        await asyncio.to_thread(one.process.join, _END_S)
+        if one.process.exitcode is None:
+            one.process.kill()
+            await asyncio.to_thread(one.process.join, _END_S)
+        code = one.process.exitcode
+        if self._stopping:
+            return
+        # One that even SIGKILL does not end is held by the machine: it could still write to what is the next one's.
+        replaced = code is not None and bool(self._spare) and self._may_serve.is_set()
+        if code is not None:
+            del self._all[index]
+            self.active.clear(index)
+        self.on_loss(self._clients[index], f"ended with code {code}", replaced)
+        if replaced:
+            self._spawn(self._replace(self._spare.pop(0)), f"replace API process {index}")
+
+    async def _replace(self, client: EngineClient) -> None:
+        def start() -> None:
+            with boot.server_children(self._config.engine):
+                self._start(client)
+
+        await asyncio.to_thread(start)
+        one, deadline = self._all[client.index], time.monotonic() + self._config.engine.start_timeout_s
+        while not one.attached and not self._stopping and one.process.exitcode is None:
+            if time.monotonic() > deadline:
+                log.error("API process %d did not start within serve.engine.start_timeout_s", client.index)
+                one.process.kill()
+            await asyncio.sleep(_POLL_S)
+        if one.attached:
+            log.warning("API process %d takes its place", client.index)
+        else:
+            await self._ended(client.index)
+
+    async def _tell_news(self) -> None:
         told = None
         while True:
             await asyncio.sleep(_NEWS_S)
-            if (now := news()) != told:
+            if (now := self._news()) != told:
                 self.tell("news", *now)
                 told = now
 
@@ -242,3 +315,15 @@ class FurtherProcesses:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+async def within(seconds: float, call: Coroutine[Any, Any, Result]) -> Result:
+    """As ``asyncio.timeout``, counting time in which this process ran: an answer may wait in one that was held up."""
+    answer = asyncio.create_task(call)
+    try:
+        for _ in range(max(1, round(seconds / _POLL_S))):
+            if (await asyncio.wait({answer}, timeout=_POLL_S))[0]:
+                return answer.result()
+        raise TimeoutError
+    finally:
+        answer.cancel()

@@ -87,6 +87,7 @@ class FurtherProcess(ApiProcess):
             "serve": self._serve,
             "news": self._take_news,
             "stop": self._stop,
+            "ping": lambda: None,
             "metrics": self.metrics.render,
             **self.forwarded.handlers,
         }

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _WORKER: Final = "serve.vllm.weight_update.MillraceWorker"
 _SCHEDULER: Final = "serve.vllm.response_collector.ResponseCollector"
+_DISCARD_MS: Final = 1000  # within which an engine finds the socket, and behind which it has sent everything
 _TIED_PYTHON: Final = Path(__file__).with_name("tied_python")
 
 _OTHER_MODELS: Final = ("tokenizer", "hf_config_path", "speculative_config", "model_weights", "renderer_model")
@@ -67,6 +68,8 @@ SILENCED: Final = {
 class EngineClient:
     """A process that uses an engine which another one starts: the ``index``-th of ``count``, 0 being that one.
 
+    Some of them may be there only in place of others that have died.
+
     ``arguments``: the engine's; ``address``: what the sockets are called that it is to listen on.
     """
 
@@ -84,15 +87,17 @@ class EngineClient:
 class FurtherClients(Protocol):
     """The processes that use an engine beside the one that starts it (``serve.api_processes.first``).
 
-    ``waiting``: processes that are forked already and become some of them.
+    ``spare``: how many may take the place of others; ``waiting``: processes that are forked already and become some of
+    them.
     """
 
     count: int
+    spare: int
     folder: Path
     waiting: list[WaitingProcess]
 
     def begin(self, clients: Sequence[EngineClient]) -> None:
-        """Start them; called while the engine is launched, which none of them waits for long."""
+        """Start the first ``count``; called while the engine is launched, which none of them waits for long."""
         ...
 
 
@@ -145,7 +150,7 @@ def server_engine(
     Raises IncompatibleVersion, and what vLLM raises.
     """
     compat.require()  # the versions, before a name is imported that another one may lack
-    with environment(_server_variables(config, config.threads or default_threads())):
+    with server_children(config):
         _silence()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -187,7 +192,7 @@ def server_engine(
         arguments |= config.extra | _trust(path, config.extra)
         started = nullcontext() if waiting is None else engine_process.started_by(waiting)
         shared = nullcontext(arguments) if further is None else _shared_by(further, arguments)
-        with _children_die_with_this_process(), started, shared as all_arguments:
+        with started, shared as all_arguments:
             llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**all_arguments),
                 usage_context=UsageContext.ENGINE_CONTEXT,
@@ -214,7 +219,9 @@ def attached_engine(client: EngineClient, stats: dict[str, float]) -> AsyncLLM:
     from serve.vllm.stat_logger import StatLogger
 
     detokenizer.install()
-    arguments = client.arguments | {"_api_process_rank": client.index}
+    # A spare one's rank is another's too: it says no more than which GPU decodes images.
+    rank = min(client.index, client.arguments["_api_process_count"] - 1)
+    arguments = client.arguments | {"_api_process_rank": rank}
     llm = AsyncLLM.from_vllm_config(
         AsyncEngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT),
         usage_context=UsageContext.ENGINE_CONTEXT,
@@ -226,6 +233,16 @@ def attached_engine(client: EngineClient, stats: dict[str, float]) -> AsyncLLM:
     )
     _keep_end_token(llm)
     return llm
+
+
+def discard_outputs(client: EngineClient) -> None:
+    """Take out of the engine's memory what it could not send to a client that has died."""
+    import zmq
+
+    with zmq.Context() as context, context.socket(zmq.PULL) as socket:
+        socket.bind(client.addresses["output_address"])
+        while socket.poll(_DISCARD_MS):
+            socket.recv()
 
 
 def _keep_end_token(llm: AsyncLLM) -> None:
@@ -242,8 +259,8 @@ def _shared_by(further: FurtherClients, arguments: dict[str, Any]) -> Iterator[d
     """
     from vllm.v1.engine import core_client
 
-    launch, count = core_client.launch_core_engines, further.count + 1
-    arguments = arguments | {"_api_process_count": count}
+    launch, count = core_client.launch_core_engines, further.count + further.spare + 1
+    arguments = arguments | {"_api_process_count": further.count + 1}
     clients = [EngineClient(i, count, arguments, str(further.folder / f"engine{i}")) for i in range(1, count)]
 
     def launched(vllm_config: Any, executor_class: Any, log_stats: bool, addresses: Any) -> Any:
@@ -376,6 +393,16 @@ def launched_executor(job: str) -> type:
             return f"env://:{job}", rank, local_rank
 
     return LaunchedExecutor
+
+
+@contextmanager
+def server_children(config: EngineConfig) -> Iterator[None]:
+    """Have the processes that are spawned meanwhile be of a server with this engine, and die with this process."""
+    with (
+        environment(_server_variables(config, config.threads or default_threads())),
+        _children_die_with_this_process(),
+    ):
+        yield
 
 
 def default_threads() -> int | None:

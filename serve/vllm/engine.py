@@ -33,7 +33,15 @@ from serve.generation.request import sampled_logprobs as sampled_logprobs
 from serve.generation.tokenizer import Text
 from serve.policies.store import Policy
 from serve.vllm.boot import EngineClient as EngineClient
-from serve.vllm.boot import FurtherClients, attached_engine, prepare_server, sampling_params, server_engine, spans_of
+from serve.vllm.boot import (
+    FurtherClients,
+    attached_engine,
+    discard_outputs,
+    prepare_server,
+    sampling_params,
+    server_engine,
+    spans_of,
+)
 from serve.vllm.engine_process import WaitingProcess
 
 if TYPE_CHECKING:
@@ -173,10 +181,12 @@ class Engine:
             self._llm.engine_core.resources.engine_dead = True
             reading.cancel()
 
-    async def abandon(self, client: int) -> int:
+    async def abandon(self, client: EngineClient) -> int:
         """End the requests of a process that has attached itself and died; how many there were. Raises EngineError."""
         async with self._within(_ABORT_TIMEOUT_S):
-            return int(await self.llm.engine_core.call_utility_async("millrace_abandon", client))
+            ended = int(await self.llm.engine_core.call_utility_async("millrace_abandon", client.index))
+        await asyncio.to_thread(discard_outputs, client)
+        return ended
 
     async def close(self) -> None:
         """Stop the engine's process. Requests still in flight are lost; may be called twice.

@@ -344,18 +344,18 @@ async def test_keys_and_what_they_may_use_hold_over_both_together(
     assert [float(count) for count in limited] == [codes.count(429)]
 
 
-async def test_the_bound_on_requests_holds_over_both_and_a_killed_one_ends_the_server_and_loses_nothing(
-    start: Callable[..., LiveServer], roomy: list[Path], tmp_path: Path
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_one_that_dies_or_hangs_is_replaced_and_loses_nothing_and_the_bound_on_requests_holds_over_all(
+    start: Callable[..., LiveServer], roomy: list[Path], tmp_path: Path, how: signal.Signals
 ) -> None:
-    server = start(roomy, limits={"concurrent_requests": 4}, drain_timeout_s=120)
+    server = start(roomy, limits={"concurrent_requests": 4}, drain_timeout_s=120, api_process_timeout_s=5)
     _, further = await both_listen(server)
-    below = psutil.Process(server.process.pid).children(recursive=True)
     acknowledged: list[str] = []
     async with AsyncExitStack() as stack:
         # Two long streams at each, all that may be at work.
         spare = await clients_of(server, stack)
         streams = [
-            (which, await begun(stack, client, f"long {which}", 800))
+            (which, await begun(stack, client, f"long {which}", 2500))
             for _ in range(2)
             for which, client in enumerate(await clients_of(server, stack))
         ]
@@ -364,21 +364,47 @@ async def test_the_bound_on_requests_holds_over_both_and_a_killed_one_ends_the_s
             assert (refused.status_code, refused.json()["detail"]) == (503, "4 requests are at work already")
         before = (await spare[FIRST].get("/metrics")).text
         assert "\nmillrace_engine_in_flight 4.0\n" in before
-        further.kill()
+        done = (await spare[FURTHER].get("/health")).status_code
+        further.send_signal(how)
         for which, lines in streams:
             with suppress(httpx.HTTPError):
                 text = "\n".join([line async for line in lines])
                 if which == FIRST:
                     acknowledged.append(events(text)[-1]["id"].removeprefix("cmpl-"))
-    code = await asyncio.to_thread(server.process.wait, 60)
-    assert code != 0
-    assert "API process 1 ended with code -9" in server.log.read_text()
-    assert "2 requests of API process 1 were ended in the engine" in server.log.read_text()
-    assert not left_of(below, 60)
+    assert done == 200
     assert len(acknowledged) == 2  # those of the other one were finished
+    processes = await both_listen(server)
+    assert not further.is_running()
+    assert further not in processes
+    assert ("API process 1 does not answer, and is killed" in server.log.read_text()) == (how == signal.SIGSTOP)
+    assert "API process 1 ended with code -9; another one is started in its place" in server.log.read_text()
+    assert "2 requests of API process 1 were ended in the engine" in server.log.read_text()
+    async with AsyncExitStack() as stack:
+        # As many as before, two of them at the new one, whose requests are the policy's that serves.
+        spare = await clients_of(server, stack)
+        again = [
+            (which, await begun(stack, client, f"again {which}", 1500))
+            for _ in range(2)
+            for which, client in enumerate(await clients_of(server, stack))
+        ]
+        for client in spare:
+            refused = await client.post("/generate", json={"prompt": "a", "max_tokens": 2})
+            assert (refused.status_code, refused.json()["detail"]) == (503, "4 requests are at work already")
+        for _, lines in again:
+            text = "\n".join([line async for line in lines])
+            acknowledged.append(events(text)[-1]["id"].removeprefix("cmpl-"))
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    assert stop_server(server) == 0, server.log.read_text()[-3000:]
+    assert not left_of(below, 60)
     rows = server.rows("interactions")
-    assert {row["response_id"] for row in rows if row["status"] == "complete"} == set(acknowledged)
+    assert sorted(row["response_id"] for row in rows if row["status"] == "complete") == sorted(acknowledged)
+    assert sorted(row["user"] for row in rows if row["status"] == "complete") == [
+        *["again 0"] * 2,
+        *["again 1"] * 2,
+        *["long 0"] * 2,
+    ]
     assert [row["status"] for row in rows if row["user"] == "long 1"] == ["aborted"] * 2
+    assert {span["policy_version"] for row in rows for span in row["policy_spans"]} == {1}
     assert not [path for path in (tmp_path / "journal").iterdir() if path.suffix == ".open"]
 
 
