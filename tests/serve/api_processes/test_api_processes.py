@@ -113,13 +113,21 @@ async def begun(stack: AsyncExitStack, client: httpx.AsyncClient, user: str, tok
     body = {"prompt": PROMPT, "max_tokens": tokens, "ignore_eos": True, "stream": True, "user": user}
     answer = await stack.enter_async_context(client.stream("POST", "/v1/completions", json=body))
     assert answer.status_code == 200
-    lines = answer.aiter_lines()
+    lines = lines_of(answer)
     await anext(lines)
     return lines
 
 
+async def lines_of(answer: httpx.Response) -> AsyncIterator[str]:
+    """Not aiter_lines, for which a response's own U+0085 or U+2028 ends a line."""
+    rest = ""
+    async for text in answer.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line
+
+
 def events(text: str) -> list[dict[str, Any]]:
-    # Not by splitlines, for which a response's own U+0085 or U+2028 ends a line.
     return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
 
 
