@@ -4,6 +4,7 @@ How many users a server holds: ``locustfile`` (simulated users, also by hand), `
 thresholds, a page, the soak).
 
 For several of them: ``server`` (runs ``millrace``), ``tiny_model`` (a random model that starts in seconds),
+``event_lines`` (lines of a stream),
 ``closed_loop`` (HTTP clients that cost next to nothing, for benchmarks), ``turns`` (training jobs that take turns),
 ``paired`` (ratios of alternating turns, with intervals).
 

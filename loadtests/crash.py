@@ -39,6 +39,7 @@ import httpx
 import psutil
 import pyarrow.parquet as pq
 
+from loadtests.event_lines import lines_of
 from loadtests.server import MILLRACE, free_port, run
 from loadtests.tiny_model import make_model_folder
 
@@ -177,7 +178,7 @@ class Client:
     async def ask_for_a_stream(self, user: str, mark: str, body: dict[str, Any]) -> None:
         async with self.http.stream("POST", "/generate", json=body) as answer:
             name = ""
-            async for line in answer.aiter_lines():
+            async for line in lines_of(answer):
                 if line.startswith("event: "):
                     name = line.removeprefix("event: ")
                 elif line.startswith("data: ") and name in ("done", "error"):

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
+from loadtests.event_lines import lines_of
 from loadtests.tiny_model import make_model_folder
 from serve.config import ServeConfig
 from serve.middleware.api_keys import create_key, revoke_key
@@ -116,15 +117,6 @@ async def begun(stack: AsyncExitStack, client: httpx.AsyncClient, user: str, tok
     lines = lines_of(answer)
     await anext(lines)
     return lines
-
-
-async def lines_of(answer: httpx.Response) -> AsyncIterator[str]:
-    """Not aiter_lines, for which a response's own U+0085 or U+2028 ends a line."""
-    rest = ""
-    async for text in answer.aiter_text():
-        *lines, rest = (rest + text).split("\n")
-        for line in lines:
-            yield line
 
 
 def events(text: str) -> list[dict[str, Any]]:
