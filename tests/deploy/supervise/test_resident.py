@@ -217,7 +217,7 @@ def test_a_run_whose_tokens_are_labelled_takes_over_no_engine_that_schedules_ahe
     runs = [
         job(tmp_path, f"of-{steps}", **GRPO, rollout={"max_tokens": 6, "staleness": steps})[0] for steps in (0, 1, 2)
     ]
-    schedules_ahead, labels, also_labels = (rollout_engine(config, found) for config in runs)
+    schedules_ahead, labels, also_labels = (rollout_engine(config, found, found.path) for config in runs)
     assert schedules_ahead != labels == also_labels
 
 
