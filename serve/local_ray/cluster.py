@@ -45,26 +45,28 @@ def local_ray(**options: Any) -> Iterator[None]:
 
     Raises LocalRayError if it does not start, or if others could reach a Ray that requires no token.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="millrace-ray-") as folder,
-        environment(_variables(Path(folder))),
-        _reaped(),
-    ):
-        import ray
-        from ray._private import ray_constants
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="millrace-ray-") as folder,
+            environment(_variables(Path(folder))),
+            _reaped(),
+        ):
+            import ray
+            from ray._private import ray_constants
 
-        # Ray takes a loopback address for a mistake and replaces it by that of the way out; where it runs no cluster,
-        # which on Linux only this constant says (services.get_node_ip_address), it chooses loopback itself.
-        is_cluster, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-        try:
-            _start(options)
-            _refuse_exposed()
-            yield
-        finally:
-            ray_constants.ENABLE_RAY_CLUSTER = is_cluster
-            if ray.is_initialized():
-                _end()
-    _read_environment()
+            # Ray takes a loopback address for a mistake and replaces it by that of the way out; where it runs no
+            # cluster, which on Linux only this constant says (services.get_node_ip_address), it chooses loopback itself.
+            is_cluster, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+            try:
+                _start(options)
+                _refuse_exposed()
+                yield
+            finally:
+                ray_constants.ENABLE_RAY_CLUSTER = is_cluster
+                if ray.is_initialized():
+                    _end()
+    finally:
+        _read_environment()
 
 
 def connect(**options: Any) -> None:

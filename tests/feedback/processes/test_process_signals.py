@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -152,9 +153,11 @@ def test_a_second_signal_that_comes_with_the_first_is_not_reported_as_an_error(m
     def stopped_by_two() -> None:
         with stop_on_signals():
             before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
-            for number in (signal.SIGINT, signal.SIGTERM):
-                os.kill(os.getpid(), number)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # both are there now
+            try:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.pthread_kill(threading.get_ident(), number)  # another thread would not block it
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)  # both are there now
 
     with pytest.raises(Stopped):
         stopped_by_two()

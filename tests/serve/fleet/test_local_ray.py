@@ -138,6 +138,24 @@ def test_nothing_of_it_is_left_when_its_owner_is_killed() -> None:
     assert left_of(processes, timeout=30) == []  # Ray's agents take a minute by themselves
 
 
+RAISES = """
+import ray
+from serve.local_ray.cluster import local_ray
+options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20, "logging_level": "ERROR"}
+try:
+    with local_ray(**options):
+        raise KeyError("a training that failed")
+except KeyError:
+    ray.init(**options)
+    print("another started")
+"""
+
+
+def test_a_block_that_raises_leaves_its_token_to_no_other_ray() -> None:
+    ran = subprocess.run([sys.executable, "-c", RAISES], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert ran.stdout == "another started\n", ran.stderr[-3000:]
+
+
 EXPOSED = """
 from serve.local_ray.cluster import LocalRayError, local_ray
 options = {"num_cpus": 1, "include_dashboard": True, "object_store_memory": 80 << 20, "logging_level": "ERROR"}
