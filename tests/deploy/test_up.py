@@ -208,6 +208,7 @@ def test_what_is_off_is_listed_with_how_to_switch_it_on_and_what_is_on_is_not(ho
     assert [line.split(":")[0] for line in switches(on)] == ["learning", "gate"]
 
 
+@pytest.mark.long
 def test_where_no_cycle_can_work_it_serves_watches_experiments_and_says_why_or_is_refused_if_it_must_have_one(
     small: Settings, model: Path, tmp_path: Path, nothing_left: Callable[[], list[str]]
 ) -> None:
@@ -289,6 +290,7 @@ def test_it_serves_records_swaps_and_stops_without_a_trace(
     assert (counts["interactions"], counts["feedback"]) == (1, 1)
 
 
+@pytest.mark.long
 def test_a_server_that_dies_ends_it_with_its_last_words_and_nothing_is_restarted(
     small: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]
 ) -> None:

@@ -128,6 +128,7 @@ def test_a_checkout_imports_its_own_packages_and_the_users_functions(
     assert (folder / "home" / "runs" / "other-launcher" / "noted").exists()
 
 
+@pytest.mark.long
 def test_so_does_a_wheel_where_there_is_no_checkout(
     installed: Path, folder: Path, nothing_left: Callable[[], list[str]]
 ) -> None:

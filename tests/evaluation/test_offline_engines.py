@@ -51,7 +51,7 @@ def same(a: Done, b: Done) -> bool:
     return texts and all(np.array_equal(one, other) for one, other in zip(a.scored, b.scored, strict=True))
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str)
 def test_other_weights_in_the_same_engine_answer_bit_for_bit_as_in_one_of_their_own(
     tmp_path: Path, suite: Suite, stored: torch.dtype
 ) -> None:

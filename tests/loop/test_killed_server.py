@@ -11,6 +11,7 @@ import pytest
 
 
 @pytest.mark.timeout(1500)
+@pytest.mark.long
 def test_a_server_whose_processes_are_killed_under_load_loses_and_doubles_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "loadtests.crash", "--kills", "4", "--clients", "6", "--pause", "0.15"]
     command += ["--folder", str(tmp_path / "crash")]

@@ -18,6 +18,7 @@ def measured(capsys: pytest.CaptureFixture[str], home: Path, *arguments: str) ->
     return result
 
 
+@pytest.mark.long
 def test_capture_measures_the_journal_in_turns_with_its_peers_and_finds_every_row_in_the_lake(capsys, tmp_path):
     options = ["--seconds", "0.3", "--writers", "8", "--rate", "200", "--turns", "2"]
     result = measured(capsys, tmp_path, "capture", *options)

@@ -60,14 +60,17 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
     return Proof(figures, done.returncode, output, Home(folder))
 
 
+@pytest.mark.long
 def test_what_people_wrote_is_learned(proof: Proof) -> None:
     assert proof.figures["sft"]["ci_low"] > 0, proof.output
 
 
+@pytest.mark.long
 def test_what_people_preferred_is_learned(proof: Proof) -> None:
     assert proof.figures["reward_model"]["ci_low"] > 0, proof.output
 
 
+@pytest.mark.long
 def test_a_reward_model_is_compared_with_what_it_was_before_training(proof: Proof) -> None:
     """A head of zeros, which orders no pair; with one of random numbers that would be otherwise."""
     [folder] = proof.home.work.glob("reward_models/*_untrained")
@@ -75,6 +78,7 @@ def test_a_reward_model_is_compared_with_what_it_was_before_training(proof: Proo
     assert proof.figures["reward_model"]["before"] == 0.5
 
 
+@pytest.mark.long
 def test_the_last_line_has_the_figures_of_each_algorithm(proof: Proof) -> None:
     for name in ("sft", "reward_model"):
         figures = proof.figures[name]
@@ -83,10 +87,12 @@ def test_the_last_line_has_the_figures_of_each_algorithm(proof: Proof) -> None:
         assert figures["steps"] == 6
 
 
+@pytest.mark.long
 def test_an_algorithm_whose_interval_holds_zero_gives_the_exit_code_1(proof: Proof) -> None:
     assert proof.code == any("reason" in figures for figures in proof.figures.values())
 
 
+@pytest.mark.long
 def test_a_job_that_does_not_end_is_an_outcome_with_its_reason(proof: Proof) -> None:
     settings = plans.settings("sft", plans.PLANS["sft"], steps=1, seed=0)
     outcome = trial.run(proof.home, "slow", settings, longest_s=0.01, say=print)
@@ -120,6 +126,7 @@ def test_the_judge_is_asked_what_it_was_trained_on_and_knows_right_answers_and_w
         assert int(verdict[-1]) == task.reward(pa.table({"prompt": [f"{prompt}>"], "response": [answer]}))[0]
 
 
+@pytest.mark.long
 def test_each_trial_by_people_has_a_lake_with_one_kind_of_feedback_alone(proof: Proof) -> None:
     kinds = {kind: Lake(str(people.lake_of(proof.home, kind)), LakeConfig()) for kind in plans.PEOPLE.values()}
     for kind, lake in kinds.items():

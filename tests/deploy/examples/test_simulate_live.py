@@ -9,7 +9,12 @@ from deploy.examples.simulate import live
 
 
 @pytest.mark.parametrize(
-    ("name", "histories"), [("harm_median_feedbacks.10", 20), ("harm_median_feedbacks.15", 20), ("false_rollback", 200)]
+    ("name", "histories"),
+    [
+        ("harm_median_feedbacks.10", 20),
+        ("harm_median_feedbacks.15", 20),
+        pytest.param("false_rollback", 200, marks=pytest.mark.long),
+    ],
 )
 def test_harm_is_rolled_back_in_time_and_no_difference_hardly_ever(name: str, histories: int):
     played = live.WORLDS[name](histories, 0)

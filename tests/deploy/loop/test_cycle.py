@@ -135,6 +135,7 @@ def test_a_training_that_finds_nothing_to_learn_from_is_skipped_and_counted(home
     assert [r.number for r in records.without_candidate(home_with_policy)] == [2, 4]
 
 
+@pytest.mark.long
 def test_a_cycle_without_a_suite_draws_one_of_the_held_out_slice_as_soon_as_there_are_enough_prompts(
     home_with_policy: Settings, nothing_left: Callable[[], list[str]]
 ) -> None:
@@ -404,6 +405,7 @@ def test_a_cycle_removes_the_checkpoints_of_runs_that_no_cycle_goes_on_with_and_
     )
 
 
+@pytest.mark.long
 def test_while_a_marked_policy_serves_what_the_gate_refuses_is_judged_against_its_own_parent_too(
     home_with_policy: Settings, model: Path
 ) -> None:

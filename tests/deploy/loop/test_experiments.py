@@ -217,6 +217,7 @@ def test_what_harms_people_goes_back_by_itself_and_nobody_loses_a_request(served
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_what_people_like_better_is_committed_watched_and_kept(served: Settings) -> None:
     with Traffic(served.server_url, {1: 0.3, 3: 0.9}) as traffic:
         experiment = start(served, 3)
@@ -239,6 +240,7 @@ def test_what_people_like_better_is_committed_watched_and_kept(served: Settings)
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_harm_after_the_commit_moves_the_pointer_back(served: Settings) -> None:
     likes = {1: 0.3, 4: 0.95}
     longer = served.evaluation.experiment.model_copy(update={"watch_seconds": 600.0})
@@ -259,6 +261,7 @@ def test_harm_after_the_commit_moves_the_pointer_back(served: Settings) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_looks_that_are_killed_at_any_moment_come_to_one_end(served: Settings) -> None:
     command = [sys.executable, "-m", "deploy.cli", "--config", str(served.snapshot()), "experiment", "look"]
     when, kills = random.Random(7), 0
@@ -306,6 +309,7 @@ def test_two_equal_policies_are_held_and_a_person_stops_it_over_http(served: Set
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_a_shadow_of_the_same_weights_answers_what_people_got_once_and_never_what_was_not_to_be_stored(
     served: Settings,
 ) -> None:

@@ -135,6 +135,7 @@ def serves_alone(settings: Settings, version: int) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_what_harms_users_goes_back_by_itself_and_nobody_loses_a_request(served: Settings) -> None:
     with Traffic(served.server_url, "harm", {1: 0.9, 2: 0.2}) as traffic:
         experiment = start(served, 2)
@@ -153,6 +154,7 @@ def test_what_harms_users_goes_back_by_itself_and_nobody_loses_a_request(served:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.long
 def test_what_users_like_better_is_committed_without_a_canary_watched_and_kept(served: Settings) -> None:
     with Traffic(served.server_url, "good", {1: 0.2, 3: 0.9}) as traffic:
         experiment = start(served, 3)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from transformers import AutoTokenizer
 
 from deploy.config import root
@@ -41,6 +42,7 @@ THUMBS_ALONE = {
 }
 
 
+@pytest.mark.long
 def test_thumbs_alone_turn_a_whole_cycle_whose_gate_scores_by_feedback_that_no_training_saw(
     home_with_policy: Settings, nothing_left: Callable[[], list[str]]
 ) -> None:

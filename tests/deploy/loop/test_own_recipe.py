@@ -64,6 +64,7 @@ def home(home_with_policy: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return settings
 
 
+@pytest.mark.long
 def test_a_recipe_that_was_killed_in_its_last_stage_goes_on_there_and_trains_nothing_twice(
     home: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]
 ) -> None:

@@ -322,6 +322,7 @@ def test_what_is_new_is_counted_from_the_last_time_also_where_rows_have_been_rem
     assert records.new_rows(now, before) == new
 
 
+@pytest.mark.long
 def test_a_reward_model_that_failed_to_be_trained_is_tried_again_with_the_same_feedback(
     home_with_policy: Settings,
 ) -> None:

@@ -73,6 +73,7 @@ def still(settings: Settings, number: int = 2, incumbent: int = 1) -> str | None
     return None if last is None else why
 
 
+@pytest.mark.long
 def test_it_goes_on_with_fresh_items_waits_without_any_and_is_refused_in_the_end(
     home: Settings, nothing_left: Callable[[], list[str]]
 ) -> None:
@@ -113,6 +114,7 @@ def test_evaluate_measures_kl_to_the_first_policy_and_says_of_whose_training_not
     assert verdict.body["plan"]["margins"]["kl_v1"] == 0.5
 
 
+@pytest.mark.long
 def test_evaluate_shows_and_keeps_a_watched_suite_by_itself_and_nothing_of_it_decides(
     home: Settings, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +196,7 @@ def test_a_candidate_whose_evaluation_was_killed_is_in_the_race_until_cycles_hav
     assert still(home, 4) == "3 cycles in a row have failed at it"
 
 
+@pytest.mark.long
 def test_an_evaluation_that_was_killed_is_gone_on_with_by_the_next_cycle_though_no_item_is_left_for_another(
     home: Settings, nothing_left: Callable[[], list[str]]
 ) -> None:

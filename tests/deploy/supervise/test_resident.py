@@ -165,6 +165,7 @@ def test_a_run_after_an_evaluation_learns_as_in_new_workers(
     assert weights(again) == weights(policy(home, runs["fresh"]))
 
 
+@pytest.mark.long
 def test_a_run_gets_new_workers_where_one_was_killed_while_it_slept(
     home: Path, runs: dict[str, JobResult], settings: Settings
 ) -> None:
@@ -187,6 +188,7 @@ def test_nothing_of_a_run_that_was_stopped_for_its_health_is_kept(
     assert "the resident workers have no engine" in caplog.text
 
 
+@pytest.mark.long
 def test_a_run_after_the_users_code_has_changed_gets_new_workers_and_one_that_fails_leaves_none(
     home: Path, runs: dict[str, JobResult], settings: Settings
 ) -> None:

@@ -86,6 +86,7 @@ def check_end(process: subprocess.Popen[bytes], code: int, before: list[psutil.P
         ("torchrun", "2", signal.SIGTERM),
     ],
 )
+@pytest.mark.long
 def test_a_training_listens_on_loopback_alone_and_ends_in_order_by_a_signal_to_all(
     launcher: str,
     ranks: str,

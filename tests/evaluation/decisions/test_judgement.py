@@ -478,6 +478,7 @@ def test_a_candidate_is_judged_by_what_users_requests_ask_for_at_its_first_look_
     assert verify(Ledger(ledger.folder)).problems == ()
 
 
+@pytest.mark.long
 def test_policies_of_other_shapes_have_the_time_of_a_token_measured_and_kept(
     policies: list[Policy], config: EvaluationConfig, ledger: Ledger, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

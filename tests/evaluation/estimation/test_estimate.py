@@ -95,6 +95,7 @@ def test_a_policy_earns_on_its_own_traffic_the_mean_that_was_logged_and_every_us
     assert found.numbers.snips.high - mean == pytest.approx(half, rel=0.02)  # its t has fewer degrees of freedom
 
 
+@pytest.mark.long
 def test_a_policy_that_prefers_what_is_rewarded_earns_what_sampling_from_it_shows(
     store: PolicyStore,
     candidate: Policy,

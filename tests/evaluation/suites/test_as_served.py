@@ -65,7 +65,7 @@ async def served(policy: Policy, prompts: list[str]) -> tuple[str, list[list[int
         await engine.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str)
 def test_the_gate_computes_in_the_servers_type_and_its_greedy_answers_are_the_servers_token_by_token(
     tmp_path: Path, suite: Suite, dtype: torch.dtype
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_power_loss_behind_any_io_call_loses_and_doubles_nothing(program, tmp_
 
 @needs_strace
 @pytest.mark.parametrize("left_out", CARELESS)
+@pytest.mark.long
 def test_a_program_that_leaves_out_an_fsync_is_seen_to_lose_rows(left_out, tmp_path):
     # The last states matter: all is acknowledged by then, and the segments are gone.
     try:

@@ -468,6 +468,7 @@ def vllm_url(tmp_path_factory) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.long
 def test_vllms_own_server_gives_verdicts(lake, config, vllm_url):
     put(lake, "interactions", [interaction(f"r{n}", response=f"answer {n}") for n in range(6)])
     judge = JudgeConfig.model_validate(

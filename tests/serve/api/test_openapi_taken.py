@@ -15,6 +15,8 @@ from serve.policies.store import PolicyStore
 from tests.paths import ROOT
 from tests.serve.conftest import LiveServer, start_server, stop_server
 
+pytestmark = pytest.mark.long
+
 CONTEXT = 32_768  # more than any text that is generated here has tokens, which no schema can count
 CASES = 15  # of each operation and kind, beside those that cover the schema's every corner
 TIMEOUT_S = 400

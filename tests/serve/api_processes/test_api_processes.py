@@ -344,7 +344,7 @@ async def test_keys_and_what_they_may_use_hold_over_both_together(
     assert [float(count) for count in limited] == [codes.count(429)]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.long), signal.SIGSTOP])
 async def test_one_that_dies_or_hangs_is_replaced_and_loses_nothing_and_the_bound_on_requests_holds_over_all(
     start: Callable[..., LiveServer], roomy: list[Path], tmp_path: Path, how: signal.Signals
 ) -> None:
@@ -446,6 +446,7 @@ async def test_a_stop_finishes_what_both_have_and_cuts_off_what_takes_longer_tha
         httpx.get(f"{server.url}/health", timeout=60)
 
 
+@pytest.mark.long
 async def test_where_nothing_may_be_forked_they_are_interpreters_and_all_end_with_the_first_one(
     start: Callable[..., LiveServer], model_folders: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -20,6 +20,8 @@ from serve.policies.store import PolicyStore
 from tests.serve.conftest import LiveServer, start_server, stop_server
 from tests.serve.experiment_records import experiment_record
 
+pytestmark = pytest.mark.long
+
 PATIENCE_S = 300
 BLOCK_S = 2.0
 USERS = 24

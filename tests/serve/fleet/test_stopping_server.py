@@ -22,7 +22,7 @@ PATIENCE_S = 600
 FLEET = {"replicas": 2, "num_cpus": 0.5, "health_check_period_s": 2}
 
 
-@pytest.fixture(params=["one", "fleet"])
+@pytest.fixture(params=["one", pytest.param("fleet", marks=pytest.mark.long)])
 def live(request: pytest.FixtureRequest, tmp_path: Path, model_folders: list[Path]) -> Iterator[LiveServer]:
     store = PolicyStore(tmp_path / "policies")
     store.publish(model_folders[0], parent=None, lineage={}, metrics={})
@@ -37,7 +37,7 @@ def live(request: pytest.FixtureRequest, tmp_path: Path, model_folders: list[Pat
     live.process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 async def test_a_signal_to_every_process_at_once_cuts_off_nothing(live: LiveServer, number: signal.Signals) -> None:
     at_work = asyncio.Semaphore(0)
 

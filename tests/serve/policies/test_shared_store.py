@@ -149,6 +149,7 @@ def _publish(config: PolicyStoreConfig, home: Path, count: int) -> None:
         publish(on(config, home))
 
 
+@pytest.mark.long
 def test_processes_of_three_machines_that_publish_at_once_take_each_version_once(
     machine: Machine, config: PolicyStoreConfig, tmp_path: Path
 ) -> None:

@@ -189,6 +189,7 @@ async def test_what_can_t_be_served_is_refused_by_name_and_the_old_policy_is_unt
     assert (back["version"], back["failed"]) == (serving, None)
 
 
+@pytest.mark.long
 def test_killed_at_any_time_the_next_start_serves_what_the_pointer_names_and_nothing_is_left(
     tmp_path: Path, model_folders: list[Path]
 ) -> None:
@@ -226,6 +227,7 @@ def test_a_server_without_a_policy_says_what_to_do(tmp_path: Path) -> None:
     assert f'Traceback (most recent call last):\n  File "{SERVER}"' in (tmp_path / "server.log").read_text()
 
 
+@pytest.mark.long
 def test_killed_while_vllm_starts_it_leaves_no_process(tmp_path: Path, model_folders: list[Path]) -> None:
     store = PolicyStore(tmp_path / "policies")
     store.publish(model_folders[0], parent=None, lineage={}, metrics={})

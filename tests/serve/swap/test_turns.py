@@ -287,6 +287,7 @@ def test_one_server_takes_no_part_in_an_experiment_that_needs_a_fleet_and_says_s
     assert len(said) == 1
 
 
+@pytest.mark.long
 async def test_a_server_that_starts_while_an_experiment_runs_takes_turns_in_it(
     tmp_path: Path, model_folders: list[Path]
 ) -> None:

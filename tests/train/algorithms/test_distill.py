@@ -150,6 +150,7 @@ def test_a_tokens_advantage_is_what_the_teacher_gives_it_more_than_the_policy_di
     assert loss.item() == pytest.approx(1.25)
 
 
+@pytest.mark.long
 def test_a_run_comes_nearer_to_its_teacher(home: Path, api: ApiConfig) -> None:
     (home / "prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": item.prompt}) + "\n" for item in islice(items(1), 12))

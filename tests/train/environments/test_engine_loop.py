@@ -157,13 +157,15 @@ def test_what_an_episode_that_was_given_up_comes_to_later_is_not_taken_for_anoth
 ) -> None:
     monkeypatch.setattr("train.environments.calls._GRACE_S", 0.0)
     players.Late.may_go_on.clear()
+    before = threading.enumerate()  # another test's environment holds its thread for good
     player = player_of(engine, "players:Late", step_seconds=0.5)
     [given_up] = until_ended(player, requests_for([{}]), {})
     assert given_up.dropped == "timeout"
     players.Late.may_go_on.set()
     for thread in threading.enumerate():
-        if thread.name == "episode-episode-0":
+        if thread.name == "episode-episode-0" and thread not in before:
             thread.join(60)
+            assert not thread.is_alive()
     [played] = until_ended(player, requests_for([{}]), {})  # of the next step, which has requests of the same names
     assert played.dropped == ""
     assert 99.0 not in played.rewards

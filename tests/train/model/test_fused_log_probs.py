@@ -212,6 +212,7 @@ def test_a_models_scores_are_those_of_its_own_logits(config: PretrainedConfig, l
     assert model(tokens, use_cache=False).logits.shape == (1, 12, 90), "outside, the model is as it was"
 
 
+@pytest.mark.long
 def test_peak_memory_at_152k_vocabulary_is_under_a_twentieth_of_that_of_whole_logits() -> None:
     command = [
         sys.executable,

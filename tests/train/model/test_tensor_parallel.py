@@ -347,6 +347,7 @@ def test_two_ranks_compute_what_one_does_in_float64(
         same_scores(rank["scores"][family, ""], one["scores"][family, ""])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", FOUR)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_four_ranks_compute_what_one_does_in_float64(
@@ -445,6 +446,7 @@ def test_adapters_of_the_output_layer_are_refused(two: list[dict[str, Any]]) -> 
     assert "its output layer has adapters" in two[0]["refused output layer"]
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_on_with_other_sizes(policies: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tensor-parallel on two ranks, then one rank, four tensor-parallel, two without, two tensor-parallel again."""
     turns = [(2, 2), (1, 1), (4, 2), (2, 1), (2, 2)]

@@ -552,6 +552,7 @@ class Dying(Hook):
 CONFIG: dict[str, Any] = SFT_CONFIG | {"hooks": ["dying:Dying"]}
 
 
+@pytest.mark.long
 def test_a_run_whose_machine_is_lost_goes_on_elsewhere_to_the_weights_of_one_that_was_left_alone(
     config: RunStoreConfig, tmp_path: Path
 ) -> None:

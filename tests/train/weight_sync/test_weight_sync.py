@@ -79,7 +79,10 @@ def test_resharding(results: dict[str, str | None], check: str) -> None:
 
 
 # (ranks, those of an engine, those that share each layer in training): as many, more in training, more in an engine.
-@pytest.mark.parametrize(("ranks", "engine", "training"), [(2, 2, 2), (2, 1, 2), (4, 4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "engine", "training"),
+    [(2, 2, 2), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((2, 1, 2), (4, 4, 2)))],
+)
 def test_slices_of_tensor_parallel_training_arrive(tmp_path: Path, ranks: int, engine: int, training: int) -> None:
     policy = make_policy(tmp_path, key_value_heads=2, vocabulary=320)  # padding would make slices differ
     found = run_checks(policy, ranks=ranks, engine=engine, training=training)

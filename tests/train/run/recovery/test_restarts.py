@@ -100,8 +100,8 @@ def weights(home: Path, result: JobResult) -> bytes:
     ("name", "trouble", "kinds"),
     [
         ("killed", "1 9\n3 9\n", ["lost", "lost"]),
-        ("stopped", "2 silent\n", ["hung"]),
-        ("crashed-and-raised", "1 11\n2 raise\n", ["crashed", "raised"]),
+        pytest.param("stopped", "2 silent\n", ["hung"], marks=pytest.mark.long),
+        pytest.param("crashed-and-raised", "1 11\n2 raise\n", ["crashed", "raised"], marks=pytest.mark.long),
     ],
 )
 def test_a_run_goes_on_by_itself_to_the_same_weights_and_says_so_on_record(
@@ -130,6 +130,7 @@ def test_a_run_goes_on_by_itself_to_the_same_weights_and_says_so_on_record(
     assert f"{kinds[0]}, went on after step {restarts[0].step}, ranks: 1" in text
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_killed_and_leaves_nothing(home: Path, whole: bytes) -> None:
     processes = {int(entry) for entry in os.listdir("/proc") if entry.isdigit()}
     assert weights(home, train(home, "two", "1 silent\n", ranks=2, step_timeout_s=60)) is not None
@@ -150,9 +151,21 @@ def command(pid: str) -> str:
 @pytest.mark.parametrize(
     ("name", "trouble", "restarts", "words"),
     [
-        ("again", "2 raise\n2 raise\n", 1, ["First cause after step 2: ", "the users' own", "after step 2 twice"]),
+        pytest.param(
+            "again",
+            "2 raise\n2 raise\n",
+            1,
+            ["First cause after step 2: ", "the users' own", "after step 2 twice"],
+            marks=pytest.mark.long,
+        ),
         ("memory", "1 memory\n", 0, ["MemoryError", "lower train.micro_batch_tokens"]),
-        ("too-often", "".join(f"{i} 9\n" for i in (1, 1, 1, 1)), 3, ["started again 3 times within 3600 s"]),
+        pytest.param(
+            "too-often",
+            "".join(f"{i} 9\n" for i in (1, 1, 1, 1)),
+            3,
+            ["started again 3 times within 3600 s"],
+            marks=pytest.mark.long,
+        ),
         ("asked", "1 15\n", 0, ["torchrun ended with -15"]),
     ],
 )
