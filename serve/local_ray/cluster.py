@@ -54,8 +54,9 @@ def local_ray(**options: Any) -> Iterator[None]:
             import ray
             from ray._private import ray_constants
 
-            # Ray takes a loopback address for a mistake and replaces it by that of the way out; where it runs no cluster,
-            # which on Linux only this constant says (services.get_node_ip_address), it chooses loopback itself.
+            # Ray takes a loopback address for a mistake and replaces it by that of the way out; where it runs no
+            # cluster, which on Linux only this constant says (services.get_node_ip_address), it chooses loopback
+            # itself.
             is_cluster, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
             try:
                 _start(options)
