@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,12 @@ _NAMING: Final = (
     "video_preprocessor_config.json",
 )
 """Files in which transformers looks for ``auto_map``."""
+
+_REDIRECTING: Final = {
+    "speculators_config": "vLLM would serve the model that it names in place of this one",
+    "configuration_files": "transformers would read the file that it names in place of config.json",
+}
+"""Keys of config.json by which another model, or another config with other code, would be loaded than was looked at."""
 
 _COPY_S: Final = 120.0
 
@@ -48,9 +55,10 @@ def trusted(model: Path | str) -> bool:
     """``trust_remote_code`` for whatever loads a model: its folder, or its config.json.
 
     False for one without code of its own. Raises UntrustedCode, whether or not transformers has a class of its own for
-    the model: which of the two runs would depend on what is installed.
+    the model: which of the two runs would depend on what is installed; and for a config.json that leads elsewhere.
     """
     folder, named = _named_code(Path(model))
+    _forget_loaded()
     if not named:
         return False
     files = code_files(folder)
@@ -77,7 +85,12 @@ def trusted(model: Path | str) -> bool:
 
 
 def code_files(folder: Path) -> dict[str, str]:
-    """The sha256 of each Python file in a model's folder and below it, by its path there."""
+    """The sha256 of each Python file in a model's folder and below it, by its path there.
+
+    Raises UntrustedCode if a folder below it is a link: what is behind it could change, and transformers would read it.
+    """
+    if linked := [path for path in sorted(folder.rglob("*")) if path.is_symlink() and path.is_dir()]:
+        raise UntrustedCode(f"{linked[0]} is a link to a folder, in a model that comes with code: copy what it has")
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*.py"))
@@ -94,8 +107,26 @@ def _named_code(model: Path) -> tuple[Path, set[str]]:
             content = json.loads(file.read_bytes())
         except (OSError, ValueError):  # whoever loads it says what is wrong
             continue
+        if file.name == "config.json" and isinstance(content, dict):
+            for key in _REDIRECTING.keys() & content.keys():
+                raise UntrustedCode(f"{file} has {key}: {_REDIRECTING[key]}. Take it out of the file")
         named |= {name for found in _auto_maps(content) for name in _names(found)}
     return folder, named
+
+
+def _forget_loaded() -> None:
+    """Have transformers load a model's code once more, as it is now.
+
+    It keeps the classes of code that it has run, by the class of their configs, and takes those for the next model of
+    that config, whatever its files are by then.
+    """
+    auto = sys.modules.get("transformers.models.auto.modeling_auto")
+    if auto is None:
+        return
+    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING):
+        for config, found in list(mapping._extra_content.items()):
+            if found.__module__.startswith("transformers_modules."):
+                del mapping._extra_content[config]
 
 
 def _auto_maps(value: Any) -> Iterator[Any]:

@@ -160,6 +160,8 @@ def _is_weights(name: str) -> bool:
 def _is_document(name: str) -> bool:
     """Whether people alone read it."""
     file = Path(name).name
+    if file.endswith(".py"):
+        return False
     return file.endswith((".md", ".png", ".jpg")) or file.startswith(("LICENSE", "NOTICE")) or file == ".gitattributes"
 
 

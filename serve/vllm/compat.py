@@ -178,6 +178,11 @@ USES: Final = {
         "WeightConverter WeightRenaming rename_source_key revert_weight_conversion",
         "train.model.hf_io: the same names; what was used is kept in the model's _weight_conversions",
     ),
+    "transformers.models.auto.auto_factory": (
+        "_LazyAutoMapping",
+        "feedback.trusted_code: classes of code that came with a model are kept in a mapping's _extra_content alone,"
+        " and would be taken for the next model",
+    ),
     # Ray
     "ray._private.ray_constants": (
         "ENABLE_RAY_CLUSTER",

@@ -108,6 +108,54 @@ def test_a_part_of_a_config_may_name_code_too(tmp_path: Path) -> None:
         trusted(folder)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("speculators_config", {"verifier": {"name_or_path": "owner/other"}}),
+        ("configuration_files", ["config.5.0.0.json"]),
+    ],
+)
+def test_a_config_that_leads_to_another_model_or_config_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", key: value}))
+    for model in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(UntrustedCode, match=rf"config\.json has {key}"):
+            trusted(model)
+
+
+def test_code_behind_a_link_to_a_folder_is_refused(tmp_path: Path) -> None:
+    folder, elsewhere = coded(tmp_path / "model"), tmp_path / "elsewhere"
+    consent_to({name: [digest] for name, digest in code_files(folder).items()})
+    elsewhere.mkdir()
+    (folder / "custom_generate").symlink_to(elsewhere)
+    with pytest.raises(UntrustedCode, match="custom_generate is a link"):
+        trusted(folder)
+
+
+MODEL = """from transformers import LlamaForCausalLM
+from .coded import Config
+
+class Model(LlamaForCausalLM):
+    config_class = Config
+    which = {which!r}
+"""
+
+
+def test_code_that_has_changed_and_is_allowed_runs_and_not_what_ran_before(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = coded(tmp_path / "again", {"AutoConfig": "coded.Config", "AutoModelForCausalLM": "modeling.Model"})
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | sizes))
+    for which in ("first", "second"):
+        (folder / "modeling.py").write_text(MODEL.format(which=which))
+        consent_to({name: [digest] for name, digest in code_files(folder).items()})
+        made = AutoConfig.from_pretrained(folder, trust_remote_code=trusted(folder))
+        model = AutoModelForCausalLM.from_config(made, trust_remote_code=trusted(folder))
+        assert type(model).which == which
+
+
 def test_processes_that_begin_together_import_whole_files(tmp_path: Path) -> None:
     folder = coded(tmp_path / "model")
     (folder / "coded.py").write_text(CODE + f"FILLED = {'1' * 4000}\n" * 500)

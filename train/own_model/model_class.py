@@ -17,6 +17,9 @@ from train.model.fsdp import Make, causal_lm
 
 _SETTING = "train.model.class"
 
+_sha256: dict[type[PreTrainedModel], str] = {}
+"""Of the file of each class when it was imported: hours later it may be another."""
+
 
 def prepare(model: PolicyModelConfig) -> None:
     """Have this process run the code that the settings trust, and no other, and read configs of the user's class."""
@@ -41,6 +44,8 @@ def own_class(model: PolicyModelConfig) -> type[PreTrainedModel] | None:
         )
     if of.model_type not in CONFIG_MAPPING:
         AutoConfig.register(of.model_type, of)
+    if found not in _sha256 and (file := inspect.getsourcefile(found)) is not None:
+        _sha256[found] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return found
 
 
@@ -69,10 +74,9 @@ def lineage(model: PolicyModelConfig, policy: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     own = own_class(model)
     if own is not None:
-        file = inspect.getsourcefile(own)
         found = {"class": model.class_name}
-        if file is not None:
-            found["class_sha256"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        if own in _sha256:
+            found["class_sha256"] = _sha256[own]
     overrides = {"config_overrides": model.config_overrides} if model.config_overrides else {}
     code = {"code": code_files(policy)} if trusted(policy) else {}
     return found | overrides | code
