@@ -116,6 +116,7 @@ class Server(ApiProcess):
             self.engine.on_load = lambda: further.tell("serve", self._serving())
             self.swapper.agree = lambda: further.agree(self._serving())
             further.on_loss = self._lost
+            further.keys = lambda: self.keyring.keys
             self.on_listening = further.begin_to_listen
 
     def prepare(self, stopped: Callable[[], bool]) -> None:
@@ -227,6 +228,8 @@ class Server(ApiProcess):
 
     def _end(self, reason: str) -> None:
         log.critical("%s", reason)
+        if self.further is not None and not self.engine.healthy:
+            self.further.stop(engine_died=True)  # they may be at their last requests already, and would wait for it
         self.failure = self.failure or ServerDied(reason)
         self.on_death()
 

@@ -160,3 +160,5 @@ class RunStart(BaseModel):
     """The sha256 of each file or folder of train.data.prompts."""
     suites: dict[str, str] = {}
     """The sha256 of each suite whose prompts were left out, by its path."""
+    class_sha256: str | None = None
+    """Of the file of train.model.class."""

@@ -257,7 +257,8 @@ def _file_of(module: ModuleType) -> str | None:
 
 def _ray_of(config: TrainConfig, context: JobContext, folder: str) -> tuple[Any, ...]:
     """What can't change while a process and its Ray stay."""
-    return config.cores, tuple(context.python_path), folder
+    own = config.model.class_name  # transformers keeps one class of config for a model_type
+    return config.cores, tuple(context.python_path), folder, own
 
 
 def _text(error: BaseException) -> str:

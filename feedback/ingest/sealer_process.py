@@ -115,12 +115,14 @@ class Sealer:
                 return
             self.error = f"the sealer's process ended with code {code}"
             log.error("%s; starting another", self.error)
-            if self._stop.wait(_RESTART_DELAY_S):
-                return
-            try:
-                self._child = self._spawn()
-            except OSError as error:
-                log.error("the sealer can't be started: %s", error)
+            while True:
+                if self._stop.wait(_RESTART_DELAY_S):
+                    return
+                try:
+                    self._child = self._spawn()
+                    break
+                except OSError as error:
+                    log.error("the sealer can't be started: %s", error)
 
     def _listen(self, child: subprocess.Popen[str]) -> None:
         assert child.stdout is not None

@@ -31,6 +31,7 @@ from serve.api_processes.link import CallFailed, Link, LinkBroken
 from serve.api_processes.process import CUT_OFF_S
 from serve.config import ServeConfig
 from serve.engine import EngineError
+from serve.middleware.api_keys import ApiKey
 from serve.middleware.rate_limits import Limiter
 from serve.vllm import boot, engine_process
 
@@ -78,6 +79,8 @@ class FurtherProcesses:
         self.active = ActiveRequests.in_file(self.folder / COUNTS, config.api_processes + self.spare, 0)
         self.waiting: list[WaitingProcess] = []
         """Forked processes that become the further ones; where there are none, interpreters are started."""
+        self.keys: Callable[[], tuple[ApiKey, ...]] = tuple
+        """Those that the first process knows; set before they start."""
         self.app: ASGIApp | None = None
         """What answers the requests that they hand on; set before they serve."""
         self.on_loss: Callable[[EngineClient, str, bool], None] = lambda client, how, replaced: None
@@ -89,7 +92,9 @@ class FurtherProcesses:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._may_serve = asyncio.Event()
+        self._starting = asyncio.Lock()  # a start changes this process's environment for a moment
         self._stopping = False
+        self._engine_died = False
 
     async def open(
         self, limiter: Limiter, serving: Callable[[], Serving], news: Callable[[], tuple[dict[str, float], str | None]]
@@ -109,7 +114,9 @@ class FurtherProcesses:
         self._spare = list(clients[self.count :])
 
     def _start(self, client: EngineClient) -> None:
-        beginning = Beginning(self._config, self._feedback_config, client, self.folder, self._port, parent=os.getpid())
+        beginning = Beginning(
+            self._config, self._feedback_config, client, self.folder, self._port, os.getpid(), self.keys()
+        )
         waiting = self.waiting.pop() if self.waiting else None
         process = engine_process.start(self._main, (beginning,), f"api {client.index}", waiting)
         self._all[client.index] = _Further(process)
@@ -180,13 +187,10 @@ class FurtherProcesses:
         return [found for found in await asyncio.gather(*map(text, links)) if found is not None]
 
     def stop(self, *, engine_died: bool = False) -> None:
-        """Have them finish what they have, and end."""
-        if not self._stopping:
-            self._stopping = True
-            for one in self._all.values():
-                if one.link is not None:
-                    with suppress(LinkBroken):
-                        one.link.tell("stop", engine_died)
+        """Have them finish what they have, and end; say so again if the engine dies then, of which they don't hear."""
+        if not self._stopping or engine_died > self._engine_died:
+            self._stopping, self._engine_died = True, engine_died
+            self.tell("stop", engine_died)
 
     async def close(self) -> None:
         """Return when they have ended; those that don't serve yet, or take longer than a stop may, are killed."""
@@ -239,6 +243,9 @@ class FurtherProcesses:
 
         async def attached(index: int) -> None:
             one = self._all[index]
+            if self._stopping:  # it has not been told to end
+                one.process.kill()
+                return
             one.attached = True
             link.tell("serve", self._serving())
             link.tell("news", *self._news())
@@ -266,8 +273,8 @@ class FurtherProcesses:
 
     async def _ended(self, index: int) -> None:
         """Make sure that one which has ended, or let go of its link, is dead; then have another one take its place."""
-        one = self._all[index]
-        if one.lost or self._stopping:
+        one = self._all.get(index)
+        if one is None or one.lost or self._stopping:
             return
         one.lost = True
         await asyncio.to_thread(one.process.join, _END_S)
@@ -291,7 +298,14 @@ class FurtherProcesses:
             with boot.server_children(self._config.engine):
                 self._start(client)
 
-        await asyncio.to_thread(start)
+        async with self._starting:
+            if self._stopping:
+                return
+            try:
+                await asyncio.to_thread(start)
+            except OSError as error:  # no memory, or too many processes
+                self.on_loss(client, f"can't be started: {error}", False)
+                return
         one, deadline = self._all[client.index], time.monotonic() + self._config.engine.start_timeout_s
         while not one.attached and not self._stopping and one.process.exitcode is None:
             if time.monotonic() > deadline:

@@ -16,6 +16,7 @@ from serve.api_processes.link import CallFailed, Handler, Link, LinkBroken
 from serve.api_processes.process import ApiProcess
 from serve.config import ServeConfig
 from serve.http import Problem
+from serve.middleware.api_keys import ApiKey
 from serve.middleware.token_buckets import BucketName
 from serve.policies.experiments import Turn
 from serve.vllm.engine import Engine, EngineClient
@@ -32,8 +33,8 @@ _RETRY_AFTER_S: Final = 2.0
 class Beginning:
     """What a further process is started with.
 
-    ``folder``: where the first one's socket and the shared counts are; ``port``: what all listen on; ``parent``: the
-    first one's process id.
+    ``keys``: those that the first one knows; ``folder``: where the first one's socket and the shared counts are;
+    ``port``: what all listen on; ``parent``: the first one's process id.
     """
 
     config: ServeConfig
@@ -42,6 +43,7 @@ class Beginning:
     folder: Path
     port: int
     parent: int
+    keys: tuple[ApiKey, ...]
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class FurtherProcess(ApiProcess):
             writer_name(config.replica_name, client.index),
             active=ActiveRequests.in_file(beginning.folder / COUNTS, client.count, client.index),
         )
+        self.keys_before = beginning.keys
         self._client = client
         self._socket = beginning.folder / SOCKET
         self._turn: Turn | None = None

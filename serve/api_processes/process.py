@@ -20,6 +20,7 @@ from feedback.redaction import Redactor
 from serve.admission import ActiveRequests, Admission
 from serve.config import ServeConfig
 from serve.generation.variant import CanaryVariants
+from serve.middleware.api_keys import ApiKey
 from serve.middleware.bodies import Bodies
 from serve.middleware.keyring import Keyring, Principal
 from serve.middleware.rate_limits import Limiter
@@ -64,6 +65,8 @@ class ApiProcess(ABC):
         self.metrics = Metrics()
         self.tracing = Tracing.of(config.traces, "millrace", config.replica_name)
         self.keyring = Keyring(config)
+        self.keys_before: tuple[ApiKey, ...] = ()
+        """Keys that another process of this server had read."""
         self.refusals = Refusals(
             config.limits.refused_per_minute,
             AuditLog(config.audit),
@@ -146,7 +149,7 @@ class ApiProcess(ABC):
         """Begin what stands before the engine. Raises KeyFileError, NeedsKeys, RedactionError."""
         if self.tracing is not None:
             self.tracing.start()
-        await asyncio.to_thread(self.keyring.load)
+        await asyncio.to_thread(self.keyring.load, self.keys_before)
         self.keyring.check_host(self.config.host)
         if self._redaction is not None:
             await self._redaction.start()

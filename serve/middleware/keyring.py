@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -104,10 +105,23 @@ class Keyring:
         self._signature: tuple[int, ...] | None = None
         self._logged_at = 0.0  # the error, last
 
-    def load(self) -> None:
-        """Read the file, at the start. Raises KeyFileError."""
+    def load(self, before: tuple[ApiKey, ...] = ()) -> None:
+        """Read the file, at the start. Raises KeyFileError.
+
+        before: what another process of this server has read; it stays in use here too if the file gives no keys.
+        """
+        self._take(before)
+        if self.on:
+            self._signature = ()  # look, also where there is no file
+            self.refresh()
+            return
         self._signature = _signature(self.path)
         self._take(read_keys(self.path))
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """The keys that were read."""
+        return tuple(key for key, _ in self._known.values() if key.id != LOCAL)
 
     def refresh(self) -> None:
         """Read the file again if it has changed; one that can't be read changes nothing, and is logged."""
@@ -224,7 +238,8 @@ class Keyring:
         else:
             keys = (*keys, _local_key(secret, self._tenant))
             self._machine = digest(f"sessions {secret}".encode())
-        _warn_of_mode(self.path)
+        with suppress(FileNotFoundError):
+            _warn_of_mode(self.path)
         self._known = {key.id: (key, self._principal(key)) for key in keys}  # at once: the event loop reads meanwhile
         self.on = True
 

@@ -232,8 +232,9 @@ class PolicyModelConfig(Section):
     @field_validator("config_overrides")
     @classmethod
     def _no_identity(cls, overrides: dict[str, Any]) -> dict[str, Any]:
-        if refused := sorted(overrides.keys() & NOT_OVERRIDDEN.keys()):
-            raise ValueError(f"{refused[0]} is no value to override: {NOT_OVERRIDDEN[refused[0]]}")
+        for part in (overrides, *(inner for inner in overrides.values() if isinstance(inner, dict))):
+            if refused := sorted(part.keys() & NOT_OVERRIDDEN.keys()):
+                raise ValueError(f"{refused[0]} is no value to override: {NOT_OVERRIDDEN[refused[0]]}")
         return overrides
 
 

@@ -49,6 +49,12 @@ def own_class(model: PolicyModelConfig) -> type[PreTrainedModel] | None:
     return found
 
 
+def class_sha256(model: PolicyModelConfig) -> str | None:
+    """Of the class's file when this process imported it; None without a class, or without a file. As ``own_class``."""
+    own = own_class(model)
+    return None if own is None else _sha256.get(own)
+
+
 def maker(model: PolicyModelConfig) -> Make:
     """Makes the policy of a config. Raises as ``own_class``."""
     found = own_class(model)
@@ -75,8 +81,8 @@ def lineage(model: PolicyModelConfig, policy: Path) -> dict[str, Any]:
     own = own_class(model)
     if own is not None:
         found = {"class": model.class_name}
-        if own in _sha256:
-            found["class_sha256"] = _sha256[own]
+        if (digest := class_sha256(model)) is not None:
+            found["class_sha256"] = digest
     overrides = {"config_overrides": model.config_overrides} if model.config_overrides else {}
     code = {"code": code_files(policy)} if trusted(policy) else {}
     return found | overrides | code

@@ -21,7 +21,7 @@ import pyarrow as pa
 from evaluation.statistics.intervals import paired_bootstrap, wilson
 from feedback.config import ModelConfig
 from feedback.scoring.sources.reward_model import CALIBRATION, RewardModel
-from feedback.trusted_code import trusted
+from feedback.trusted_code import code_files, trusted
 from serve.policies.store import Policy, PolicyStore, StalePointer
 from train.config.training import TrainConfig
 from train.context import JobContext, RunStart
@@ -65,10 +65,11 @@ def publish_reward_model(
     configuration = json.loads((folder / "config.json").read_text())
     line = configuration[CALIBRATION] = calibrate(judged, config.algorithm.vote_noise)
     (folder / "config.json").write_text(json.dumps(configuration, indent=2))
+    code = {"model": {"code": code_files(folder)}} if trusted(folder) else {}
     version = store.publish(
         lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True),
         parent=before,
-        lineage=lineage_of(config, context, start, data, erased) | {"policy": parent.version},
+        lineage=lineage_of(config, context, start, data, erased) | {"policy": parent.version} | code,
         metrics=metrics_of(history)
         | verdict(agreement(judged, line), before, agreed, decides=config.data.holdout_side == "slice"),
     )

@@ -409,6 +409,29 @@ def test_a_sealer_whose_process_is_killed_gets_another_that_goes_on(folder, tmp_
     assert first is not sealer._child
 
 
+def test_a_sealer_that_can_not_be_started_again_at_once_is_started_later(folder, tmp_path, caplog, monkeypatch):
+    lake = Lake(str(tmp_path / "lake"), LakeConfig(seal_seconds=0.05))
+    lake.create()
+    monkeypatch.setattr("feedback.ingest.sealer_process._RESTART_DELAY_S", 0.1)
+    sealer = Sealer(lake, folder)
+    sealer.start()
+    with monkeypatch.context() as without:
+        without.setattr("sys.executable", str(tmp_path / "no python"))
+        sealer._child.kill()
+        for _ in range(1000):
+            if caplog.text.count("the sealer can't be started") > 1:
+                break
+            threading.Event().wait(0.02)
+    fill(folder, ["a"])
+    for _ in range(1000):
+        if lake.counts()["feedback"]:
+            break
+        threading.Event().wait(0.02)
+    sealer.close()
+    assert count(lake) == (1, 1)
+    assert caplog.text.count("the sealer can't be started") > 1
+
+
 def test_a_sealer_ends_when_its_parent_is_killed(folder, lake):
     code = (
         "import sys, time; from pathlib import Path; from feedback.config import LakeConfig; "

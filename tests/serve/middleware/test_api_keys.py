@@ -31,6 +31,32 @@ def keyring(path: Path, **serve: object) -> Keyring:
     return made
 
 
+def test_a_process_that_is_started_when_the_file_is_gone_or_damaged_keeps_to_the_keys_of_the_one_before(
+    path: Path,
+) -> None:
+    _, secret = create_key(path, name="one", tenant="t", scopes=["generate"])
+    before = keyring(path).keys
+    for damage in (path.unlink, lambda: path.write_text("{"), lambda: path.write_text('{"keys": []}')):
+        damage()
+        made = Keyring(ServeConfig(keys=str(path)))
+        made.load(before)
+        assert made.on
+        assert made.error
+        assert made.authenticate(secret.encode()).tenant == "t"
+        with pytest.raises(Refused):
+            made.authenticate(None)
+
+
+def test_a_process_that_is_started_later_takes_the_file_as_it_is_now(path: Path) -> None:
+    create_key(path, name="one", tenant="t", scopes=["generate"])
+    before = keyring(path).keys
+    key, secret = create_key(path, name="two", tenant="t", scopes=["generate"])
+    made = Keyring(ServeConfig(keys=str(path)))
+    made.load(before)
+    assert made.authenticate(secret.encode()).key == key.id
+    assert made.error is None
+
+
 def test_a_secret_is_nowhere_in_the_file_that_only_its_owner_can_read(path: Path) -> None:
     key, secret = create_key(path, name="one", tenant="t", scopes=["generate"])
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

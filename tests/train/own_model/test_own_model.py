@@ -150,6 +150,8 @@ def test_a_value_that_the_config_refuses_is_refused_with_its_reason(policy: Path
 def test_keys_that_say_what_a_model_is_are_no_overrides() -> None:
     with pytest.raises(ValueError, match="model_type is no value to override"):
         overriding(model_type="llama")
+    with pytest.raises(ValueError, match="quantization_config is no value to override"):
+        overriding(text_config={"quantization_config": {}})
 
 
 def test_the_planner_reads_the_overrides(policy: Path) -> None:

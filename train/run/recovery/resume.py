@@ -30,6 +30,7 @@ from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.data.own_prompts import hashes
 from train.observe.progress import say
+from train.own_model.model_class import class_sha256
 from train.own_model.overrides import model_folder
 from train.run.recovery.erasures import Erasures
 from train.run.recovery.resume_settings import changed_files, differing_settings
@@ -120,6 +121,7 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, 
         max_model_len=sized.rollout.max_model_len,
         prompt_files=hashes(config.data.prompts),
         suites={str(suite): Suite.load(suite).sha256 for suite in config.data.exclude_suites},
+        class_sha256=class_sha256(config.model),
     )
     return Begun(fresh, parent)
 
@@ -230,4 +232,6 @@ def _differences(
             f"the reward (train.reward, or feedback.scoring: its sources, their weights, code and models) is {scorer}, "
             f"it was {start.scorer}"
         )
+    if None not in (start.class_sha256, now := class_sha256(config.model)) and start.class_sha256 != now:
+        found.append(f"the file of train.model.class={config.model.class_name} has changed")
     return found + differing_settings(start.config, config)

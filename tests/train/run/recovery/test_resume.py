@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +254,21 @@ def test_a_reward_whose_code_has_changed_is_refused(runs: Runs, tmp_path: Path) 
     message = r"the reward .* is users_code:reward@other, it was users_code:reward@[0-9a-f]{16}"
     with pytest.raises(CheckpointError, match=message):
         begin_from_killed(runs, tmp_path, {}, scorer="users_code:reward@other")
+
+
+def test_a_class_whose_file_has_changed_is_refused(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "changing.py").write_text("import transformers\n\nclass LM(transformers.Qwen3ForCausalLM):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    killed = shutil.copytree(runs.killed, tmp_path / "with a class")
+    for file in killed.glob("checkpoints/*/driver.json"):
+        progress = json.loads(file.read_text())
+        progress["start"]["class_sha256"] = "0"
+        text = json.dumps(progress, ensure_ascii=False, separators=(",", ":"))
+        file.write_text(text.ljust(file.stat().st_size))  # a checkpoint knows the sizes of its files
+    with pytest.raises(CheckpointError, match=r"the file of train\.model\.class=changing:LM has changed"):
+        begin_from_killed(
+            replace(runs, killed=killed), tmp_path, {"model": {"class": "changing:LM"}, "algorithm": {"name": "grpo"}}
+        )
 
 
 def test_another_parent_policy_is_refused(runs: Runs, tmp_path: Path) -> None:
