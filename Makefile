@@ -33,7 +33,7 @@ JOBS ?= 2
 test: setup      ## run the tests; a few that fail are run once more, alone, and named
 	$(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-long: setup ## run the tests that take longest, which `make test` leaves out: as many minutes again
+test-long: setup ## run the tests that take longest, which `make test` leaves out
 	$(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
 test-cluster: setup ## a fleet and a training on two nodes of Ray, one of which is killed; needs root: about 10 minutes

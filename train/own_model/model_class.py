@@ -81,8 +81,8 @@ def lineage(model: PolicyModelConfig, policy: Path) -> dict[str, Any]:
     own = own_class(model)
     if own is not None:
         found = {"class": model.class_name}
-        if (digest := class_sha256(model)) is not None:
-            found["class_sha256"] = digest
+        if own in _sha256:
+            found["class_sha256"] = _sha256[own]
     overrides = {"config_overrides": model.config_overrides} if model.config_overrides else {}
     code = {"code": code_files(policy)} if trusted(policy) else {}
     return found | overrides | code
