@@ -23,6 +23,7 @@ from feedback.config import FeedbackConfig
 from feedback.files import LockTimeoutError, locked, make_folder
 from feedback.processes.exit import end_process, end_with_parent, skip_teardown
 from feedback.processes.signals import handled_by, handled_signals
+from feedback.trusted_code import consent_to
 from serve import http
 from serve.api import admin, completions, documentation, experiments, feedback, generate
 from serve.api.fast_routes import Direct
@@ -233,6 +234,7 @@ def run_further(beginning: Beginning) -> None:
     end_with_parent(beginning.parent)
     config = beginning.config
     log_format.configure(config.log_format)
+    consent_to(beginning.trusted_code)
     process = FurtherProcess(beginning)
     _serve(_Uvicorn(process, create_further_app(process)), process, bind(config.host, beginning.port, "join"))
     if process.failure is not None:

@@ -117,6 +117,7 @@ class Server(ApiProcess):
             self.swapper.agree = lambda: further.agree(self._serving())
             further.on_loss = self._lost
             further.keys = lambda: self.keyring.keys
+            further.policy = lambda: self.swapper.policy.path
             self.on_listening = further.begin_to_listen
 
     def prepare(self, stopped: Callable[[], bool]) -> None:

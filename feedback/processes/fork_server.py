@@ -84,6 +84,7 @@ class ForkedProcess:
         self.pid = pid
         self.returncode: int | None = None
         self._connection, self._lock = connection, threading.RLock()  # a signal's handler may ask meanwhile
+        self._polling = False
         self._server_died = False
         self._gone = pidfd  # readable when it has ended, whoever says so
         self._gone_since: float | None = None
@@ -94,22 +95,30 @@ class ForkedProcess:
         It is that of SIGKILL where the server says nothing: it has ended, or is itself stopped.
         """
         with self._lock:
-            if self.returncode is None:
+            if self.returncode is None and not self._polling:  # what a handler asks meanwhile has this answer to come
+                self._polling = True
                 try:
-                    message = self._connection.recv(_LONGEST)
-                except BlockingIOError:
-                    if not self._server_is_late():
-                        return None
-                    message = b""
-                except OSError:
-                    message = b""
-                if not message and not select.select([self._gone], [], [], 0)[0]:
-                    self._server_died = True  # and it ends because of that
-                    return None
-                self.returncode = int(json.loads(message)["code"]) if message else -signal.SIGKILL
-                self._connection.close()
-                os.close(self._gone)
+                    self.returncode = self._look()
+                finally:
+                    self._polling = False
+                if self.returncode is not None:
+                    self._connection.close()
+                    os.close(self._gone)
             return self.returncode
+
+    def _look(self) -> int | None:
+        try:
+            message = self._connection.recv(_LONGEST)
+        except BlockingIOError:
+            if not self._server_is_late():
+                return None
+            message = b""
+        except OSError:
+            message = b""
+        if not message and not select.select([self._gone], [], [], 0)[0]:
+            self._server_died = True  # and it ends because of that
+            return None
+        return int(json.loads(message)["code"]) if message else -signal.SIGKILL
 
     def _server_is_late(self) -> bool:
         """Whether it has ended for a while, and its server has not said how."""
@@ -387,10 +396,15 @@ class ForkServer:
                 traceback.print_exc()
                 os._exit(1)
             return Job(request.arguments, request.grace, own)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # no file left
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return self._refuse(requester)
         self._requesters[requester] = pid
         if request.grace is not None:
             self._graced.add(pid)
-        pidfd = os.pidfd_open(pid)
         with suppress(OSError):
             socket.send_fds(requester, [json.dumps({"pid": pid}).encode()], [pidfd])
         os.close(pidfd)

@@ -57,9 +57,11 @@ def stop_on_signals() -> Iterator[None]:
         signal.signal(stopped.code - 128, stop)
         threading.Timer(_AGAIN_S, os.kill, (os.getpid(), stopped.code - 128)).start()
 
-    before: dict[int, Any] = {number: signal.signal(number, stop) for number in STOPPING}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in STOPPING}
     hook, sys.unraisablehook = sys.unraisablehook, dropped
     try:
+        for number in before:
+            signal.signal(number, stop)
         yield
     except SystemExit:
         if stopped is None:
@@ -83,8 +85,10 @@ def handled_signals() -> frozenset[signal.Signals]:
 @contextmanager
 def handled_by(handler: Any, numbers: Iterable[signal.Signals]) -> Iterator[None]:
     """Have these signals handled so in the block, and as before behind it. For the main thread."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
+        for number in before:
+            signal.signal(number, handler)
         yield
     finally:
         for number, earlier in before.items():
@@ -119,9 +123,9 @@ def handlers_deferred() -> Iterator[None]:
     came: list[int] = []
     handlers = {number: signal.getsignal(number) for number in STOPPING}
     ours = {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
-    for number in ours:
-        signal.signal(number, lambda number, _: came.append(number))
     try:
+        for number in ours:
+            signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
         for number, handler in ours.items():

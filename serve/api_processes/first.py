@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from starlette.types import ASGIApp
 
 from feedback.config import FeedbackConfig
+from feedback.trusted_code import consented
 from serve.admission import ActiveRequests
 from serve.api_processes.forwarding import serve_forwarded
 from serve.api_processes.further import COUNTS, SOCKET, Beginning, Serving
@@ -48,6 +49,7 @@ _NEWS_S: Final = 0.2
 _ANSWER_S: Final = 5.0  # a further process that doesn't take in what serves by then is ended
 _BEAT_S: Final = 1.0  # between two questions whether one answers
 _POLL_S: Final = 0.1
+_AGAIN_S: Final = 5.0  # between two tries to start one for which there was no memory
 _END_S: Final = 10.0  # to close a journal, beyond the drain
 
 
@@ -81,6 +83,9 @@ class FurtherProcesses:
         """Forked processes that become the further ones; where there are none, interpreters are started."""
         self.keys: Callable[[], tuple[ApiKey, ...]] = tuple
         """Those that the first process knows; set before they start."""
+        self.policy: Callable[[], Path] | None = None
+        """The folder of the policy that serves, for those that take others' places: retention may have removed that of
+        the start."""
         self.app: ASGIApp | None = None
         """What answers the requests that they hand on; set before they serve."""
         self.on_loss: Callable[[EngineClient, str, bool], None] = lambda client, how, replaced: None
@@ -115,7 +120,14 @@ class FurtherProcesses:
 
     def _start(self, client: EngineClient) -> None:
         beginning = Beginning(
-            self._config, self._feedback_config, client, self.folder, self._port, os.getpid(), self.keys()
+            self._config,
+            self._feedback_config,
+            client,
+            self.folder,
+            self._port,
+            os.getpid(),
+            self.keys(),
+            consented(),
         )
         waiting = self.waiting.pop() if self.waiting else None
         process = engine_process.start(self._main, (beginning,), f"api {client.index}", waiting)
@@ -298,14 +310,22 @@ class FurtherProcesses:
             with boot.server_children(self._config.engine):
                 self._start(client)
 
-        async with self._starting:
-            if self._stopping:
-                return
-            try:
-                await asyncio.to_thread(start)
-            except OSError as error:  # no memory, or too many processes
-                self.on_loss(client, f"can't be started: {error}", False)
-                return
+        if self.policy is not None:
+            client = replace(client, arguments=client.arguments | {"model": str(self.policy())})
+        deadline = time.monotonic() + self._config.engine.start_timeout_s
+        while client.index not in self._all:
+            async with self._starting:
+                if self._stopping:
+                    return
+                try:
+                    await asyncio.to_thread(start)
+                except OSError as error:  # no memory, or too many processes
+                    log.error("API process %d can't be started: %s", client.index, error)
+                    if time.monotonic() > deadline:
+                        self.on_loss(client, f"can't be started: {error}", False)
+                        return
+            if client.index not in self._all:
+                await asyncio.sleep(_AGAIN_S)
         one, deadline = self._all[client.index], time.monotonic() + self._config.engine.start_timeout_s
         while not one.attached and not self._stopping and one.process.exitcode is None:
             if time.monotonic() > deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from serve.api_processes.forwarding import ForwardedRequests
 from serve.api_processes.link import CallFailed, Handler, Link, LinkBroken
 from serve.api_processes.process import ApiProcess
 from serve.config import ServeConfig
+from serve.engine import EngineError
 from serve.http import Problem
 from serve.middleware.api_keys import ApiKey
 from serve.middleware.token_buckets import BucketName
@@ -27,14 +29,16 @@ SOCKET: Final = "link"
 COUNTS: Final = "active"
 _TAKE_TIMEOUT_S: Final = 5.0
 _RETRY_AFTER_S: Final = 2.0
+_WATCH_S: Final = 0.5
+_ALONE_S: Final = 5.0  # for the first process to find the same, or for a disk to recover
 
 
 @dataclass(frozen=True)
 class Beginning:
     """What a further process is started with.
 
-    ``keys``: those that the first one knows; ``folder``: where the first one's socket and the shared counts are;
-    ``port``: what all listen on; ``parent``: the first one's process id.
+    ``keys``: those that the first one knows; ``trusted_code``: code of models that may run; ``folder``: where the first
+    one's socket and the shared counts are; ``port``: what all listen on; ``parent``: the first one's process id.
     """
 
     config: ServeConfig
@@ -44,6 +48,7 @@ class Beginning:
     port: int
     parent: int
     keys: tuple[ApiKey, ...]
+    trusted_code: dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class FurtherProcess(ApiProcess):
         except BaseException:
             await self.close()
             raise
-        self._follow()
+        self._follow(watch=asyncio.create_task(self._watch(), name="watch"))
 
     async def close(self) -> None:
         """Write what was recorded, and leave the engine to the others."""
@@ -130,6 +135,22 @@ class FurtherProcess(ApiProcess):
         if not self._stopping:
             self.failure = LinkBroken("the first API process has gone")
             self.on_death()
+
+    async def _watch(self) -> None:
+        """End this process once it alone can't serve: its client of the engine has died, or its journal has."""
+        since: float | None = None
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            reason = super().unready()
+            if reason is None or self._unready is not None or self._stopping or self.draining:
+                since = None
+                continue
+            since = since or time.monotonic()
+            if time.monotonic() - since >= _ALONE_S:
+                log.error("this API process ends, for another one to take its place: %s", reason)
+                self.failure = EngineError(reason)
+                self.on_death()
+                return
 
     # What the first process calls
 

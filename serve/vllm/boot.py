@@ -205,9 +205,10 @@ def server_engine(
 def attached_engine(client: EngineClient, stats: dict[str, float]) -> AsyncLLM:
     """Connect to an engine that another process starts, once it is ready. ``stats``: gets its own requests' numbers.
 
-    Raises IncompatibleVersion, TimeoutError, and what vLLM raises.
+    Raises IncompatibleVersion, UntrustedCode, TimeoutError, and what vLLM raises.
     """
     compat.require()
+    _trust(Path(client.arguments["model"]), client.arguments)
     _silence()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext

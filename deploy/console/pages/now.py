@@ -29,9 +29,11 @@ _CURVES: Final = (
 _MOST_CURVES: Final = 4
 _STAGE_TITLES: Final = {"reward-model": "training’s reward model", EVALUATION_REWARD_MODEL: "gate’s reward model"}
 _COUNTS_S: Final = 20.0
+_COUNTING_SHARE: Final = 0.002
+_LONGEST_S: Final = 300.0
 
 _counted: tuple[float, dict[str, Any] | None] = (-math.inf, None)
-"""When the lake's rows were counted, and what that gave."""
+"""Until when the counts of the lake's rows hold, and these."""
 
 
 def page(settings: Settings, visit: Visit) -> Answer:
@@ -61,13 +63,19 @@ def _content(settings: Settings) -> dict[str, Any]:
 
 
 def _look(settings: Settings) -> status.Status:
-    """The home's status, whose counts of the lake are up to ``_COUNTS_S`` old."""
+    """The home's status.
+
+    Its counts of the lake are up to ``_COUNTS_S`` old, or as much older as it takes for the counting to be
+    ``_COUNTING_SHARE`` of the time, but at most ``_LONGEST_S``.
+    """
     global _counted
-    at, data = _counted
-    stale = time.monotonic() - at > _COUNTS_S
+    until, data = _counted
+    stale = (began := time.monotonic()) > until
     found = status.look(settings, data=stale)
     if stale:
-        _counted = time.monotonic(), found.data
+        ended = time.monotonic()
+        seconds = (ended - began) / _COUNTING_SHARE
+        _counted = ended + min(max(_COUNTS_S, seconds), _LONGEST_S), found.data
     else:
         found.data = data
     return found

@@ -427,3 +427,47 @@ def _until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def _files(server: subprocess.Popen[bytes]) -> set[int]:
+    return {int(name) for name in os.listdir(f"/proc/{server.pid}/fd")}
+
+
+def test_a_server_that_may_open_no_more_files_refuses_and_goes_on(
+    server: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    command, output = program(tmp_path, PROGRAM), tmp_path / "output"
+    assert (before := run(server, command, output)) is not None
+    assert before.wait(PATIENCE_S) == 0
+    process = psutil.Process(server.pid)
+    deadline = time.monotonic() + PATIENCE_S
+    while len(process.net_connections("unix")) > 4:  # listening, ready, and two to wake itself: the requester's is gone
+        assert time.monotonic() < deadline
+    limits, used = process.rlimit(psutil.RLIMIT_NOFILE), _files(server)
+    free = [number for number in range(2 * len(used) + 10) if number not in used]
+    process.rlimit(psutil.RLIMIT_NOFILE, (free[4], limits[1]))  # for the connection and the requester's three
+    assert run(server, command, output) is None
+    assert not process.children()
+    process.rlimit(psutil.RLIMIT_NOFILE, limits)
+    assert (after := run(server, command, output)) is not None
+    assert after.wait(PATIENCE_S) == 0
+
+
+def test_a_handler_that_asks_while_the_end_is_looked_at_changes_nothing(
+    server: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    forked = run(server, program(tmp_path, "import sys; sys.exit(3)"), tmp_path / "output")
+    assert forked is not None
+    asked: list[int | None] = []
+    look = forked._look
+
+    def interrupted() -> int | None:
+        found = look()
+        asked.append(forked.poll())  # as a handler between two of its lines
+        if found is not None:
+            forked.send_signal(signal.SIGTERM)
+        return found
+
+    forked._look = interrupted  # type: ignore[method-assign]
+    assert forked.wait(PATIENCE_S) == 3
+    assert set(asked) == {None}

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from feedback.config import LakeConfig
 from feedback.ingest.sealer_process import Sealer
 from feedback.lake.tables import Lake
 from feedback.processes.signals import (
+    STOPPING,
     Stopped,
     StopSignal,
     handled_by,
@@ -162,3 +164,23 @@ def test_a_second_signal_that_comes_with_the_first_is_not_reported_as_an_error(m
     with pytest.raises(Stopped):
         stopped_by_two()
     assert reported == []
+
+
+def test_a_signal_that_comes_while_handlers_are_installed_stops_and_leaves_those_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    install, sent = signal.signal, []
+
+    def install_and_send(number: int, handler: Any) -> Any:
+        found = install(number, handler)
+        if not sent:
+            sent.append(number)
+            signal.raise_signal(number)
+        return found
+
+    monkeypatch.setattr(signal, "signal", install_and_send)
+    with pytest.raises(Stopped) as stopped, stop_on_signals():
+        pass
+    assert stopped.value.code == 128 + sent[0]
+    assert {number: signal.getsignal(number) for number in STOPPING} == before

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -487,3 +488,38 @@ async def test_where_nothing_may_be_forked_they_are_interpreters_and_all_end_wit
 def test_what_can_t_be_together_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError, match=re.escape(named)):
         ServeConfig(**{"api_processes": 2} | settings)
+
+
+@pytest.mark.long
+async def test_one_whose_journal_has_failed_is_replaced_also_when_the_policy_of_the_start_has_been_removed(
+    start: Callable[..., LiveServer], model_folders: list[Path]
+) -> None:
+    server = start(model_folders)
+    _, further = await both_listen(server)
+    await asyncio.to_thread(server.settle, server.promote(2))
+    shutil.rmtree(server.store.get(1).path)
+    async with AsyncExitStack() as stack:
+        client = (await clients_of(server, stack))[FURTHER]
+        body = {"prompt": "abc", "max_tokens": 4, "user": "before"}
+        before = (await client.post("/generate", json=body)).json()["responses"][0]["response_id"]
+        size = max(file.stat().st_size for file in (server.home / "journal").rglob("*") if file.is_file())
+        further.rlimit(psutil.RLIMIT_FSIZE, (size, size))  # the disk takes no more of it
+        codes = set()
+        while further.is_running() and len(codes) < 10_000:
+            with suppress(httpx.HTTPError):
+                answer = await client.post("/generate", json={"prompt": PROMPT, "max_tokens": 48})
+                codes.add(answer.status_code)
+            await asyncio.sleep(0.05)
+    assert codes <= {200, 503}
+    processes = await both_listen(server)
+    assert further not in processes
+    assert re.search("API process 1 ended with code .*; another one is started in its place", server.log.read_text())
+    async with AsyncExitStack() as stack:
+        for client in await clients_of(server, stack):
+            answer = await client.post("/generate", json={"prompt": "abc", "max_tokens": 4, "user": "after"})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["policy_version"] == 2
+    assert stop_server(server) == 0, server.log.read_text()[-3000:]
+    rows = server.rows("interactions", "\"user\" in ('before', 'after')")
+    assert [row["response_id"] for row in rows if row["user"] == "before"] == [before]
+    assert len(rows) == 3
