@@ -60,6 +60,7 @@ def test_a_cycle_that_was_killed_leaves_servers_no_candidate_to_prepare(
     with scoring_waits(settings):
         process = start(settings, log)
         _until(lambda: any(record.stages for record in records.load_all(settings)), process, log)
+        _until(lambda: any(True for _ in _cycles(settings)), process, log)
         store.announce(1)
         max(_cycles(settings), key=psutil.Process.create_time).kill()  # its subreaper has the same name
         _until(lambda: store.announced() is None, process, log)
