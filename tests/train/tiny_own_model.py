@@ -62,6 +62,9 @@ class TinyLM(PreTrainedModel, GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, **rest):
+        return CausalLMOutput(logits=self.head(self.hidden(input_ids, attention_mask, position_ids)))
+
+    def hidden(self, input_ids, attention_mask, position_ids):
         length = input_ids.shape[1]
         allowed = torch.ones(length, length, dtype=torch.bool, device=input_ids.device).tril()[None]
         if position_ids is not None:  # of several sequences in a row
@@ -72,7 +75,20 @@ class TinyLM(PreTrainedModel, GenerationMixin):
         x = self.embed(input_ids)
         for layer in self.layers:
             x = layer(x, allowed, self.config.sharpness)
-        return CausalLMOutput(logits=self.head(x))
+        return x
+
+
+class TinyScorer(TinyLM):
+    def __init__(self, config):
+        super().__init__(config)
+        del self.head
+        self.score = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def get_output_embeddings(self):
+        return None
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **rest):
+        return CausalLMOutput(logits=self.score(self.hidden(input_ids, attention_mask, position_ids)))
 """
 CROSSING = SOURCE.replace("if position_ids is not None:", "if False:")
 """The same, but for sequences that lie in one row, of which each sees those before it."""
@@ -99,5 +115,7 @@ def put_tiny_model(folder: Path, *, module: str | None = None) -> None:
     if module is not None:
         (folder / f"{module}.py").write_text(SOURCE)
         config = json.loads((folder / "config.json").read_text())
-        config["auto_map"] = {"AutoConfig": f"{module}.TinyConfig", "AutoModelForCausalLM": f"{module}.TinyLM"}
+        classes = {"AutoConfig": "TinyConfig", "AutoModelForCausalLM": "TinyLM"}
+        classes["AutoModelForSequenceClassification"] = "TinyScorer"
+        config["auto_map"] = {name: f"{module}.{of}" for name, of in classes.items()}
         (folder / "config.json").write_text(json.dumps(config))

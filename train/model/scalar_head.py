@@ -83,13 +83,15 @@ def head_of(model: nn.Module) -> nn.Linear:
     return head
 
 
-def token_values(model: nn.Module, batch: PackedBatch) -> Tensor:
+def token_values(model: nn.Module, batch: PackedBatch, *, head: Tensor | None = None) -> Tensor:
     """float32 [T]: the value of the state before each response token, zero at prompt tokens.
+
+    ``head``: float32 [H], in place of the model's own.
 
     The state before token t is the tokens up to t - 1, so it is the hidden state of t - 1 that the value is read from.
     """
     sampled = batch.response_mask.nonzero().flatten()
-    values = outputs_at(model, batch, sampled - 1, lambda _, places: read_by_head(model, places))
+    values = outputs_at(model, batch, sampled - 1, lambda _, places: read_by_head(model, places, head))
     return torch.zeros(len(batch.tokens), device=values.device).index_put((sampled.to(values.device),), values).cpu()
 
 
@@ -99,8 +101,10 @@ def sequence_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
 
 
 @contextmanager
-def read_by_head(model: nn.Module, places: Tensor) -> Iterator[None]:
+def read_by_head(model: nn.Module, places: Tensor, weight: Tensor | None = None) -> Iterator[None]:
     """Within, ``model(…).logits`` is float32 [K]: what the head makes of the hidden states at ``places``, int64 [K].
+
+    ``weight``: float32 [H], in place of the head's.
 
     FSDP2 sees the model's output only after it was put in place, and while the head's weight is whole.
     """
@@ -110,7 +114,8 @@ def read_by_head(model: nn.Module, places: Tensor) -> Iterator[None]:
     def read(hidden: Tensor) -> Tensor:
         picked = take_rows(hidden.flatten(0, -2), places)
         exact = torch.promote_types(picked.dtype, torch.float32)
-        seen.append(torch.mv(picked.to(exact), local(head.weight)[0].to(exact)))
+        row = local(head.weight)[0] if weight is None else weight
+        seen.append(torch.mv(picked.to(exact), row.to(picked.device, exact)))
         return hidden.new_zeros(*hidden.shape[:-1], 1)
 
     def put(_: nn.Module, __: Any, output: Any) -> Any:

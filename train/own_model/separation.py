@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from train.batch.packed import PackedBatch, Rollout
 from train.model.fsdp import token_log_probs
+from train.model.scalar_head import head_of, token_values
 
 _TOLERANCE: Final = {torch.float32: 1e-3}
 _WIDER: Final = 0.1
-"""Of the spread of the log-probabilities, by the type that is computed in. What lies before a sequence moves them by a
-share of it that rounding does not come near."""
+"""Of the spread of the outputs, by the type that is computed in. What lies before a sequence moves them by a share
+of it that rounding does not come near."""
 
 
-def require_apart(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raise ValueError if a sequence's logprobs depend on what lies before it in a batch. Every rank must call it.
+def policy_outputs(model: nn.Module, batch: PackedBatch) -> Tensor:
+    """float32 [T]: the logprobs of the response tokens."""
+    return token_log_probs(model, batch)[0]
+
+
+def scalar_outputs(model: nn.Module, batch: PackedBatch) -> Tensor:
+    """float32 [T]: of a model with a scalar head, what some head makes of the states before each response token.
+
+    Its own may be zero, which tells nothing of the body.
+    """
+    return token_values(model, batch, head=torch.arange(1.0, head_of(model).in_features + 1).cos())
+
+
+def require_apart(
+    model: nn.Module, dtype: torch.dtype, outputs: Callable[[nn.Module, PackedBatch], Tensor] = policy_outputs
+) -> None:
+    """Raise ValueError if a sequence's outputs depend on what lies before it in a batch. Every rank must call it.
 
     transformers' own models take attention for packed batches from ``train.model.attention``. Another one that makes
     its own must tell where a sequence begins by ``position_ids``, which start again at 0.
@@ -28,16 +45,16 @@ def require_apart(model: nn.Module, dtype: torch.dtype) -> None:
         return
     batches = [PackedBatch.pack([rollout]) for rollout in _ROLLOUTS]
     with torch.no_grad():
-        together = token_log_probs(model, PackedBatch.pack(_ROLLOUTS))[0]
-        alone = torch.cat([token_log_probs(model, batch)[0] for batch in batches])
+        together = outputs(model, PackedBatch.pack(_ROLLOUTS))
+        alone = torch.cat([outputs(model, batch) for batch in batches])
     if isinstance(model, FSDPModule):
         model.reshard()  # the root stays gathered, and an optimizer would be made of what is gathered
     spread = alone[alone != 0].std()
     difference = float((together - alone).abs().max() / spread)
     if not difference <= _TOLERANCE.get(dtype, _WIDER):
         raise ValueError(
-            f"{made_as.__module__}:{made_as.__name__} gives a sequence other log-probabilities where others lie before "
-            f"it in a batch (they move by {difference:.2g} of their spread): have its attention see no token before "
+            f"{made_as.__module__}:{made_as.__name__} gives a sequence other outputs where others lie before it in "
+            f"a batch (they move by {difference:.2g} of their spread): have its attention see no token before "
             "the last one whose position_ids is 0, or take its attention from transformers' ALL_ATTENTION_FUNCTIONS"
         )
 

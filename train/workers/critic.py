@@ -14,6 +14,7 @@ from train.controller.dispatch import by_tokens, dispatch, per_token
 from train.model.fsdp import log_once
 from train.model.scalar_head import build_with_scalar_head, token_values
 from train.objectives.values import value_loss
+from train.own_model.separation import require_apart, scalar_outputs
 from train.workers.model_worker import TrainedWorker, forward_per_token
 
 
@@ -29,7 +30,9 @@ class CriticWorker(TrainedWorker):
         model = self.config.algorithm.critic.model
         if model is not None:
             require_same_tokens(model, self.policy)
-        return build_with_scalar_head(model or self.policy, **self.build_options)
+        critic = build_with_scalar_head(model or self.policy, **self.build_options)
+        require_apart(critic, self.build_options["dtype"], scalar_outputs)
+        return critic
 
     @property
     def learning_rate(self) -> float:

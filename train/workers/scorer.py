@@ -12,6 +12,7 @@ from train.batch.packed import PackedBatch
 from train.controller.dispatch import answer_and_per_token, dispatch, per_token, to_all
 from train.model.fsdp import export
 from train.model.scalar_head import UNSTORED, build_with_scalar_head, sequence_scores
+from train.own_model.separation import require_apart, scalar_outputs
 from train.workers.model_worker import TrainedWorker, forward_per_token
 
 
@@ -19,7 +20,9 @@ class ScorerWorker(TrainedWorker):
     """One FSDP rank of the reward model in training: the policy's body with a head of one output."""
 
     def build(self) -> nn.Module:
-        return build_with_scalar_head(self.policy, **self.build_options)
+        model = build_with_scalar_head(self.policy, **self.build_options)
+        require_apart(model, self.build_options["dtype"], scalar_outputs)
+        return model
 
     @dispatch(per_token)
     def scores(self, batch: PackedBatch) -> Tensor:

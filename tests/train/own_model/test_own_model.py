@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deploy.examples.demo.seed import make_untrained
@@ -24,9 +25,10 @@ from tests.train.tiny_own_model import CROSSING, SOURCE, put_tiny_model
 from train.config.sections import PolicyModelConfig
 from train.config.training import TrainConfig
 from train.model.fsdp import build, skeleton
+from train.model.scalar_head import build_with_scalar_head
 from train.own_model.model_class import maker, own_class, prepare
 from train.own_model.overrides import model_folder, read_config
-from train.own_model.separation import require_apart
+from train.own_model.separation import policy_outputs, require_apart, scalar_outputs
 from train.planner.model_shape import ModelNotPlanned
 from train.planner.model_shape import read_config as planned_config
 from train.run.reward_model import read_as_trained
@@ -216,12 +218,14 @@ def in_a_rank(rank: int, folder: Path, coded: Path) -> dict[str, str]:
     for name in ("apart", "crossing"):
         of_rank = folder / name
         prepare(PolicyModelConfig.model_validate({"trusted_code": code_files(of_rank)}))
-        model = build(of_rank, dtype=torch.float32)
-        try:
-            require_apart(model, torch.float32)
-            found[name] = "apart"
-        except ValueError as error:
-            found[name] = str(error)
+        makers: dict[str, tuple[Callable[..., nn.Module], Callable[..., Tensor]]]
+        makers = {"policy": (build, policy_outputs), "critic": (build_with_scalar_head, scalar_outputs)}
+        for kind, (make, outputs) in makers.items():
+            try:
+                require_apart(make(of_rank, dtype=torch.float32), torch.float32, outputs)
+                found[f"{kind} {name}"] = "apart"
+            except ValueError as error:
+                found[f"{kind} {name}"] = str(error)
     try:
         build(coded, dtype=torch.float32)
     except UntrustedCode as error:
@@ -236,6 +240,7 @@ def test_ranks_load_code_together_and_refuse_a_model_that_mixes_sequences(coded:
             (tmp_path / name / file.name).write_bytes(file.read_bytes())
         (tmp_path / name / "modeling_tiny.py").write_text(source)
     for found in run_ranks(2, in_a_rank, tmp_path, coded):
-        assert found["apart"] == "apart"
-        assert "gives a sequence other log-probabilities where others lie before it" in found["crossing"]
+        for kind in ("policy", "critic"):
+            assert found[f"{kind} apart"] == "apart"
+            assert "gives a sequence other outputs where others lie before it in a batch" in found[f"{kind} crossing"]
         assert "modeling_tiny.py has changed" in found["revoked"]
