@@ -523,3 +523,59 @@ async def test_one_whose_journal_has_failed_is_replaced_also_when_the_policy_of_
     rows = server.rows("interactions", "\"user\" in ('before', 'after')")
     assert [row["response_id"] for row in rows if row["user"] == "before"] == [before]
     assert len(rows) == 3
+
+
+@pytest.mark.long
+async def test_one_that_takes_a_place_while_the_server_stops_holds_nobody_up(
+    start: Callable[..., LiveServer], roomy: list[Path]
+) -> None:
+    server = start(roomy, drain_timeout_s=300)
+    _, further = await both_listen(server)
+    root = psutil.Process(server.process.pid)
+    async with AsyncExitStack() as stack:
+        # At work until the new one has attached itself, which takes longer than to start to stop.
+        lines = await begun(stack, (await clients_of(server, stack))[FIRST], "last", 4000)
+        further.kill()
+        while "another one is started in its place" not in server.log.read_text():
+            await asyncio.sleep(0.05)
+        below = root.children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        text = "\n".join([line async for line in lines])
+    ended = time.monotonic()
+    assert await asyncio.to_thread(server.process.wait, 180) == 0, server.log.read_text()[-3000:]
+    assert time.monotonic() - ended < 20
+    assert not left_of(below, 60)
+    (row,) = server.rows("interactions", "\"user\" = 'last'")
+    assert (row["status"], row["response_id"]) == ("complete", events(text)[-1]["id"].removeprefix("cmpl-"))
+
+
+@pytest.mark.long
+async def test_an_engine_that_dies_while_the_server_stops_ends_the_requests_of_both_and_no_row_is_lost(
+    start: Callable[..., LiveServer], roomy: list[Path]
+) -> None:
+    server = start(roomy, drain_timeout_s=300)
+    await both_listen(server)
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    (engine,) = (one for one in below if "EngineCore" in " ".join(one.cmdline()))
+    async with AsyncExitStack() as stack:
+        clients = await clients_of(server, stack)
+        streams = [await begun(stack, client, "cut", 4000) for client in clients]
+        body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "user": "cut"}
+        plain = await clients_of(server, stack)
+        asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for client in plain]
+        await asyncio.sleep(1.0)  # they are at work
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        engine.kill()
+        began = time.monotonic()
+        for lines in streams:
+            with suppress(httpx.HTTPError):
+                _ = [line async for line in lines]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    await asyncio.to_thread(server.process.wait, 180)
+    assert time.monotonic() - began < 60
+    assert not left_of(below, 60)
+    assert all(isinstance(one, httpx.HTTPError) or one.status_code >= 500 for one in answers), answers
+    rows = server.rows("interactions", "\"user\" = 'cut'")
+    assert len(rows) == 4
+    assert {row["status"] for row in rows} == {"error"}
