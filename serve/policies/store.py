@@ -22,7 +22,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -210,15 +210,27 @@ class PolicyStore(ServingPointer):
     def _take_version(self, aside: Path, manifest: Mapping[str, Any]) -> int:
         """Make what was written aside the next version, and return that."""
         with self._locked():
+            self._refuse_again(manifest)
             version = self._next_version()
             write_json(aside / MANIFEST, {"version": version, **manifest})
             os.rename(aside, self._folder(version))
             fsync_path(self.root)
         return version
 
+    def _refuse_again(self, manifest: Mapping[str, Any]) -> None:
+        """Raise PolicyError if the run has published a policy: another machine may have gone on with it meanwhile."""
+        run = manifest["lineage"].get("run_id")
+        for version in reversed(self.versions()) if run is not None else ():
+            if version <= (manifest["parent"] or 0):
+                return
+            with suppress(PolicyNotFound, PolicyCorrupt):
+                if self.get(version).lineage.get("run_id") == run:
+                    raise PolicyError(f"run {run} has published policy {version}, and a run publishes one")
+
     def add_record(self, manifest: Mapping[str, Any]) -> int:
         """Take a version for files that are elsewhere (``shared``), and return it."""
         with self._locked():
+            self._refuse_again(manifest)
             version = self._next_version()
             self._folder(version).mkdir()
             write_json(self._folder(version) / MANIFEST, {"version": version, **manifest})

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,10 @@ from train.controller.rendezvous import find_store, follows_from_another, join_r
 from train.controller.torchrun_guard import end_with_starter
 from train.controller.worker import Workers, compile_by_environment
 from train.controller.worker_group import CAUSE_S, Pending, Pool, WorkerError
+
+_BETWEEN_CALLS: Final = timedelta(days=365)
+"""Who waits for a call is not late, whatever rank 0 does meanwhile. That it has died shows by its sockets, and that it
+hangs by its heartbeat."""
 
 _pool: TorchrunPool | None = None
 
@@ -91,7 +96,9 @@ class TorchrunPool(Pool):
         store = rendezvous_store(self.rank, config.start_timeout_s)
         join_ranks(store, self.rank, started, config.step_timeout_s)
         self._failures = dist.PrefixStore("failures", store)
-        self._control = dist.new_group(backend="gloo", timeout=timeout)
+        self._calls = dist.new_group(backend="gloo", timeout=_BETWEEN_CALLS)
+        self._answers = dist.new_group(backend="gloo", timeout=timeout)
+        self._turn = threading.Lock()  # collectives are told apart by their order alone, and threads call
         self._workers = Workers()
 
     def run(self, driver: Callable[[], None]) -> None:
@@ -100,9 +107,9 @@ class TorchrunPool(Pool):
         try:
             if self.rank == 0:
                 driver()
-                dist.scatter_object_list(received, [None] * self.layout.ranks, src=0, group=self._control)
+                dist.scatter_object_list(received, [None] * self.layout.ranks, src=0, group=self._calls)
             while self.rank > 0:
-                dist.scatter_object_list(received, None, src=0, group=self._control)
+                dist.scatter_object_list(received, None, src=0, group=self._calls)
                 if received[0] is None:
                     break
                 self._answer(*received[0])
@@ -119,8 +126,9 @@ class TorchrunPool(Pool):
         """Have every rank do it, and wait: this process computes its own share."""
         received: list[Any] = [None]
         try:
-            dist.scatter_object_list(received, [(name, a) for a in arguments], src=0, group=self._control)
-            return Pending(what, self.call_timeout_s, self._answer(*received[0]), join)
+            with self._turn:
+                dist.scatter_object_list(received, [(name, a) for a in arguments], src=0, group=self._calls)
+                return Pending(what, self.call_timeout_s, self._answer(*received[0]), join)
         except Exception as error:
             text = traceback.format_exc()
             rank, why = (self._cause() if follows_from_another(text) else None) or (0, text)
@@ -131,7 +139,7 @@ class TorchrunPool(Pool):
     def _answer(self, name: str, arguments: tuple[Any, ...]) -> list[Any]:
         """Do this rank's share; the answers by rank, in rank 0."""
         answers: list[Any] | None = [None] * self.layout.ranks if self.rank == 0 else None
-        dist.gather_object(getattr(self._workers, name)(*arguments), answers, dst=0, group=self._control)
+        dist.gather_object(getattr(self._workers, name)(*arguments), answers, dst=0, group=self._answers)
         return answers or []
 
     def _cause(self) -> tuple[int, str] | None:

@@ -148,22 +148,28 @@ class Informative:
 
     @classmethod
     def of(
-        cls, rollouts: list[Rollout], singleton_baseline: Literal["batch", "leave_out"], *, filter_groups: bool = False
+        cls,
+        rollouts: list[Rollout],
+        singleton_baseline: Literal["batch", "leave_out"],
+        *,
+        filter_groups: bool = False,
+        by_turn: bool = False,
     ) -> Informative:
         """Pick them.
 
         Logged responses that are alone in their group are compared with each other, or left out. A fresh one is alone
         only because the others of its group got no reward; it is left out: the mean reward of other prompts is no
-        baseline for it. With ``filter_groups``, groups with equal rewards are left out.
+        baseline for it. With ``filter_groups``, groups with equal rewards are left out; ``by_turn``:
+        those of each turn count, and not their sum.
         """
         by_group: dict[int, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
             by_group[rollout.group].append(rollout)
         several = [group for group in by_group.values() if len(group) > 1]
-        different = [group for group in several if differ(group)]
+        different = [group for group in several if differ(group, by_turn=by_turn)]
         alone = [group[0] for group in by_group.values() if len(group) == 1]
         logged = [rollout for rollout in alone if not rollout.fresh]
-        compared = logged if singleton_baseline == "batch" and logged and differ(logged) else []
+        compared = logged if singleton_baseline == "batch" and logged and differ(logged, by_turn=by_turn) else []
         kept = different if filter_groups else several
         return cls(
             rollouts=[r for group in kept for r in group] + compared if different or compared else [],

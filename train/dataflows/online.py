@@ -164,7 +164,12 @@ class Online(Dataflow):
 
     def informative(self, rollouts: list[Rollout]) -> Informative:
         algorithm = self.run.config.algorithm
-        return Informative.of(rollouts, algorithm.lone_baseline, filter_groups=algorithm.filter_groups)
+        return Informative.of(
+            rollouts,
+            algorithm.lone_baseline,
+            filter_groups=algorithm.filter_groups,
+            by_turn=algorithm.credit == "turn",
+        )
 
     def is_enough(self, batch: PackedBatch) -> bool:
         """Whether every rank gets a part of the batch."""

@@ -25,7 +25,7 @@ from feedback.processes.exit import skip_teardown
 from serve.policies.folder import PolicyError, sha256_file
 from train.checkpoint.folders import CheckpointError, checkpoints, step_of, torn
 from train.config.sections import RunStoreConfig
-from train.context import JobContext, JobResult
+from train.context import RESULT, JobContext, JobResult
 from train.observe.progress import say
 from train.run.recovery.resume import checkpoints_of, last_whole
 from train.run.recovery.run_store import (
@@ -212,7 +212,8 @@ class SharedRun:
         newest = last_whole(context) if checkpoints(checkpoints_of(context)) else None
         step = self._store.fetch_checkpoint(manifest, checkpoints_of(context), 0 if newest is None else step_of(newest))
         if newest is None or step is not None:
-            self._store.fetch_records(manifest, self._folder)
+            # Its result is no record of this attempt's: who waits for one would take the attempt for finished.
+            self._store.fetch_records(manifest, self._folder, [name for name in RECORDS if name != RESULT])
         if step is not None:
             say(f"{self._run}: downloaded the checkpoint after step {step} from {self._store.uri}")
 

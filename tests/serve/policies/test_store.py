@@ -309,3 +309,12 @@ def test_the_header_of_a_safetensors_file_is_read_without_torch(tmp_path: Path) 
 def test_the_store_imports_without_torch_and_vllm() -> None:
     code = "import sys; sys.modules['torch'] = sys.modules['vllm'] = None; import serve.policies, serve.config"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_a_run_publishes_one_policy_whoever_goes_on_with_it(store: PolicyStore) -> None:
+    first = store.publish(write_model, parent=None, lineage={"run_id": "one"}, metrics={})
+    with pytest.raises(PolicyError, match=f"run one has published policy {first.version}"):
+        store.publish(write_model, parent=None, lineage={"run_id": "one"}, metrics={})
+    assert store.publish(write_model, parent=first.version, lineage={"run_id": "two"}, metrics={}).version == 2
+    assert store.versions() == [1, 2]
+    assert not list(store.root.glob(".*new*"))

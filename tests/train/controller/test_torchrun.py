@@ -62,8 +62,11 @@ def output_of(process: subprocess.Popen[str], timeout_s: float) -> str:
             process.wait()
 
 
-def test_calls_reach_two_ranks_by_their_rules_without_ray(tmp_path: Path, environment: dict[str, str]) -> None:
-    process = start(tmp_path, "well", environment)
+@pytest.mark.parametrize("what", ["well", "idle", "threads"])
+def test_calls_reach_two_ranks_by_their_rules_without_ray(
+    tmp_path: Path, environment: dict[str, str], what: str
+) -> None:
+    process = start(tmp_path, what, environment)
     output = output_of(process, 120)
     assert process.returncode == 0, output
     assert "ALL WELL" in output

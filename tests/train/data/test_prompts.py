@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -213,6 +214,30 @@ def test_groups_with_equal_rewards_are_counted_and_on_request_left_out() -> None
     kept = Informative.of(drawn, "batch")
     assert kept.rollouts == drawn
     assert (kept.groups, kept.uninformative, kept.left_alone) == (2, 1, 0)
+
+
+def test_where_turns_are_compared_groups_are_equal_if_all_their_turns_are() -> None:
+    def episode(first: float, second: float, group: int) -> Rollout:
+        return Rollout(
+            prompt=[3],
+            response=[4, 5, 6, 7],
+            log_probs=[-0.5, -0.5, 0.0, -0.5],
+            reward=first + second,
+            group=group,
+            token_rewards=[0.0, first, 0.0, second],
+            sampled=[True, True, False, True],
+        )
+
+    def apart(first: float, second: float, group: int) -> Rollout:
+        turns = [Rollout([3], [4, 5], [-0.5] * 2, 1.0, group, token_rewards=[0.0, of]) for of in (first, second)]
+        return replace(turns[1], earlier=(turns[0],))
+
+    for made in (episode, apart):
+        drawn = [made(1.0, 0.0, 0), made(0.0, 1.0, 0), made(1.0, 0.0, 1), made(1.0, 0.0, 1)]
+        found = Informative.of(drawn, "batch", filter_groups=True, by_turn=True)
+        assert found.rollouts == drawn[:2]
+        assert (found.groups, found.uninformative) == (1, 1)
+        assert Informative.of(drawn, "batch", filter_groups=True).rollouts == []
 
 
 def test_where_no_group_has_different_rewards_nothing_is_learned_from() -> None:

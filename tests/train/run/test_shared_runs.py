@@ -493,6 +493,20 @@ def test_what_has_ended_here_is_not_overwritten_where_its_last_upload_failed(
     assert steps_in(config) == []
 
 
+def test_the_result_of_another_machines_attempt_is_no_result_of_this_ones(
+    config: RunStoreConfig, machine: Machine
+) -> None:
+    a, b = machine("a"), machine("b")
+    with at_work(config, a) as run:
+        begin(a)
+        save(a, 2)
+        (a.folder / "result.json").write_text("{}")
+        run._upload()
+    with at_work(config, b):
+        assert [step_of(path) for path in checkpoints(b.folder / "checkpoints")] == [2]
+        assert not (b.folder / "result.json").exists()
+
+
 def test_a_claim_that_has_run_out_and_can_t_be_renewed_publishes_nothing(
     config: RunStoreConfig, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,12 @@ class Index:
         return low != high
 
     @property
+    def of_turns(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Of each group, whether an episode has several turns. [G]."""
+        several = pc.greater(pc.list_value_length(self.turns["ids"]), 1).to_numpy(zero_copy_only=False)
+        return np.bincount(self.groups, weights=several) > 0
+
+    @property
     def digest(self) -> str:
         """Of which responses there are, how they are grouped and what they earned, as text."""
         found = hashlib.sha256()
@@ -396,7 +402,10 @@ class Traffic:
             keep &= ~alone
             left_out[ALONE] += index.responses(alone)
         if filter_groups:
+            # Rewards that count by turn may differ where their sums don't: conversations are looked at when drawn.
             equal = ~alone & ~index.different
+            if by_turn:
+                equal &= ~index.of_turns
             keep &= ~equal
             left_out[ALL_EQUAL] += index.responses(equal)
         index = index.only(keep)
@@ -439,7 +448,20 @@ def _digest(token_ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(np.asarray(token_ids, np.int32).tobytes(), digest_size=16).digest()
 
 
-def differ(group: list[Rollout]) -> bool:
-    """Whether not all rewards are equal, as a batch holds them: float32."""
+def differ(group: list[Rollout], *, by_turn: bool = False) -> bool:
+    """Whether not all rewards are equal, as a batch holds them: float32. ``by_turn``: those of each turn."""
+    if by_turn:
+        return len({_turn_rewards(rollout) for rollout in group}) > 1
     rewards = np.array([rollout.reward for rollout in group], np.float32)
     return bool((rewards != rewards[0]).any())
+
+
+def _turn_rewards(rollout: Rollout) -> tuple[np.float32, ...]:
+    """The reward of each turn of its episode, whose last token it comes with."""
+    found: list[np.float32] = []
+    for part in (*rollout.earlier, rollout):
+        sampled = part.sampled or [True] * len(part.response)
+        rewards = part.token_rewards or [*[0.0] * (len(sampled) - 1), part.reward]
+        ends = (now and not after for now, after in zip(sampled, [*sampled[1:], False], strict=True))
+        found += [np.float32(reward) for reward, end in zip(rewards, ends, strict=True) if end]
+    return tuple(found)
