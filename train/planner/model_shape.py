@@ -183,9 +183,13 @@ class Tracer:
     def _trace(self, batch: Batch, slices: int) -> Activations:
         config = _slice_of(self.config, slices)
         if slices not in self._models:
-            self._models[slices] = [cut_model(config, layers, self.dtype, self.lora, self.make) for layers in (1, 2)]
+            two = cut_model(config, 2, self.dtype, self.lora, self.make)
+            one = deepcopy(two)
+            _keep_layers(one, 1)
+            self._models[slices] = [one, two]
         try:
-            one, two = (run_body(model, batch, self.device) for model in self._models[slices])
+            one, two = self._models[slices]
+            body, kept_by_two = run_body(one, batch, self.device), kept_by(two, batch, self.device)
         except (AttributeError, TypeError) as error:
             if type(self._models[slices][0]).__module__.startswith("transformers."):
                 raise
@@ -193,18 +197,18 @@ class Tracer:
                 f"{type(config).__name__}: what a pass keeps is traced by the model's body, which must take "
                 f"inputs_embeds and position_ids as those of transformers do: {error}"
             ) from error
-        layer = two.kept - one.kept
+        layer = kept_by_two - body.kept
         if self.make is with_one_output:
             head = _run_scalar_head(config, batch, self.dtype)
         else:
             head = _run_head(config, batch, self.dtype, self.device, trained=self.lora is None)
         return Activations(
             layer=layer,
-            outside=one.kept - layer,
+            outside=body.kept - layer,
             layer_input=batch.rows * self.config.get_text_config().hidden_size * self.dtype.itemsize,
-            forward=one.forward_peak - one.kept,
-            backward=one.backward_peak - one.kept,
-            inference=one.inference_peak,
+            forward=body.forward_peak - body.kept,
+            backward=body.backward_peak - body.kept,
+            inference=body.inference_peak,
             head_kept=head.kept,
             head_forward=head.forward_peak,
             head_backward=head.backward_peak,
@@ -332,16 +336,7 @@ def cut_model(
 
 def run_body(model: PreTrainedModel, batch: Batch, device: str) -> _Run:
     """A pass of a cut model's body, on the hidden states that embeddings give it."""
-    body, dtype = model.base_model, model.dtype
-    inputs = torch.empty(1, batch.rows, model.config.get_text_config().hidden_size, dtype=dtype, device="meta")
-    inputs.requires_grad_()
-    places = torch.zeros(1, batch.rows, dtype=torch.int64, device="meta")
-    extra = {"traced": _Traced(batch, device)} if model.config._attn_implementation == TRACED else {}
-
-    def run() -> Tensor:
-        hidden: Tensor = body(inputs_embeds=inputs, position_ids=places, use_cache=False, **extra).last_hidden_state
-        return hidden
-
+    run = _pass_of(model, batch, device)
     model.eval()
     with torch.no_grad(), LiveBytes() as inference:
         run()
@@ -354,6 +349,31 @@ def run_body(model: PreTrainedModel, batch: Batch, device: str) -> _Run:
         hidden.backward(gradient)
     model.zero_grad()
     return _Run(kept, forward_peak, counted.peak, inference.peak)
+
+
+def kept_by(model: PreTrainedModel, batch: Batch, device: str) -> int:
+    """Bytes that a forward pass of a cut model's body keeps for its gradient."""
+    run = _pass_of(model, batch, device)
+    model.train()
+    with LiveBytes() as counted:
+        hidden = run()
+        kept = counted.live
+        del hidden
+    return kept
+
+
+def _pass_of(model: PreTrainedModel, batch: Batch, device: str) -> Callable[[], Tensor]:
+    body, dtype = model.base_model, model.dtype
+    inputs = torch.empty(1, batch.rows, model.config.get_text_config().hidden_size, dtype=dtype, device="meta")
+    inputs.requires_grad_()
+    places = torch.zeros(1, batch.rows, dtype=torch.int64, device="meta")
+    extra = {"traced": _Traced(batch, device)} if model.config._attn_implementation == TRACED else {}
+
+    def run() -> Tensor:
+        hidden: Tensor = body(inputs_embeds=inputs, position_ids=places, use_cache=False, **extra).last_hidden_state
+        return hidden
+
+    return run
 
 
 def _keep_layers(model: PreTrainedModel, count: int) -> None:

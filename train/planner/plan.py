@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from serve.config import EngineConfig, SwapConfig
@@ -63,12 +63,16 @@ class TracedModel:
 
     shape: ModelShape
     trace: Trace
+    _slices: dict[int, TracedModel] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def slice_of(self, slices: int) -> TracedModel:
         """What each of so many ranks has of it, and keeps, that share its layers."""
         if slices == 1:
             return self
-        return TracedModel(self.shape.slice_of(slices), lambda batch, _=1: self.trace(batch, slices))
+        if slices not in self._slices:
+            one = TracedModel(self.shape.slice_of(slices), lambda batch, _=1: self.trace(batch, slices))
+            self._slices[slices] = one
+        return self._slices[slices]
 
 
 @dataclass(frozen=True)
@@ -184,15 +188,16 @@ def choose(config: TrainConfig, models: Models, machine: Machine, work: Workload
         NothingFits: none does.
     """
     _require_devices(config, machine)
-    plans = [plan(candidate, models, machine, work) for candidate in candidates(config, models, machine, work)]
-    if not plans:
+    planners = [_Planner(open_, models, machine, work) for open_ in candidates(config, models, machine, work)]
+    if not planners:
         raise NothingFits(
             f"no settings suit {machine.devices} devices: train.rollout.tensor_parallel_size="
             f"{config.rollout.tensor_parallel_size} and train.fsdp.replicas={config.fsdp.replicas} must divide them; "
             "leave them unset, or plan for another number"
         )
-    if fitting := [found for found in plans if found.fits]:
-        return min(fitting, key=lambda found: (round(found.seconds, 2), found.peak.bytes))
+    if (fastest := _fastest(planners)) is not None:
+        return fastest
+    plans = [planner.plan() for planner in planners]
     least = min(plans, key=lambda found: found.peak.bytes)
     over = least.peak.bytes - machine.usable
     what, most = max(least.peak.memory.items(), key=lambda item: item[1])
@@ -201,6 +206,30 @@ def choose(config: TrainConfig, models: Models, machine: Machine, work: Workload
         f"{least.peak.bytes / GIB:.1f} GiB of a device's {machine.usable / GIB:.1f}, {over / GIB:.1f} too many; most "
         f"of it is {what}, {most / GIB:.1f} GiB"
     )
+
+
+def _fastest(planners: list[_Planner]) -> Plan | None:
+    """Of the plans that fit, the fastest; of those within 0.01 s, the one that needs least; of equal ones the first.
+
+    What a plan takes of memory is traced, and its seconds follow from the settings. So plans are made in the order of
+    the least seconds that they may take, and none that can't be the fastest any more.
+    """
+    generation: dict[int, float] = {}  # by tensor parallelism, the only one of the choices that decides about it
+    least = []
+    for planner in planners:
+        if planner.t not in generation:
+            generation[planner.t] = planner.least_generation()
+        least.append(planner.least_seconds(generation[planner.t]))
+    best: tuple[float, int, int] | None = None
+    fastest = None
+    for index in sorted(range(len(planners)), key=least.__getitem__):
+        if best is not None and round(least[index], 2) > best[0]:
+            break
+        found = planners[index].plan()
+        order = (round(found.seconds, 2), found.peak.bytes, index)
+        if found.fits and (best is None or order < best):
+            best, fastest = order, found
+    return fastest
 
 
 def _require_devices(config: TrainConfig, machine: Machine) -> None:
@@ -333,6 +362,16 @@ def _open(section: Any, name: str, values: list[Any]) -> list[Any]:
     return [getattr(section, name)] if name in section.model_fields_set else values
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A pass over a batch by the ranks of a role. ``took``: bytes of a rank, its own model's part alone."""
+
+    name: str
+    role: str
+    cost: Cost
+    took: Callable[[], Memory]
+
+
 class _Planner:
     """One plan in the making."""
 
@@ -354,9 +393,10 @@ class _Planner:
         self.count, usual, full = micro_batches(minibatch, config.data_parallel_ranks, config.micro_batch_tokens)
         self.batch, self.full = usual.scaled(1 / parallel), full.scaled(1 / parallel)
         self.held = {role: self._held(role) for role in self.pools if role != "rollout"}
+        self.passes = list(self._training())
 
     def plan(self) -> Plan:
-        phases = list(self._training())
+        phases = [self._phase(each) for each in self.passes]
         kv = 0
         if "rollout" in self.pools:
             stays = self._is_engine and (self.machine.kind == "cpu" or self._own_pool)  # an engine that doesn't sleep
@@ -368,9 +408,21 @@ class _Planner:
         share = min(1.0, 1.1 * (self._engine_weights + kv) / self.machine.memory)
         return Plan(self.machine, self.config, tuple(phases), self.count, kv, share, self._offloaded())
 
+    def least_seconds(self, generation: float) -> float:
+        """That the plan may take, if generation takes so many."""
+        sync = [self._sync_cost().seconds] if "rollout" in self.pools and self._is_engine else []
+        return sum([generation, *sync, *(each.cost.seconds for each in self.passes)])
+
+    def least_generation(self) -> float:
+        """Seconds of generation, whatever room there is for a KV cache; 0 if nothing is sampled."""
+        if "rollout" not in self.pools:
+            return 0
+        most = min(self.config.rollout.max_num_seqs, self._sequences)
+        return min(self._generation_cost(at_once).seconds for at_once in range(1, most + 1))
+
     # ------------------------------------------------------------------------------------------------- training
 
-    def _training(self) -> Iterator[Phase]:
+    def _training(self) -> Iterator[_Pass]:
         once = self.config.minibatches  # a pass over the step's batch
         times = self.config.epochs * once
         if "reference" in self.pools:
@@ -382,21 +434,26 @@ class _Planner:
             yield self._update("critic", times)
         yield self._update("actor", times)
 
-    def _inference(self, role: str, name: str, times: int) -> Phase:
+    def _inference(self, role: str, name: str, times: int) -> _Pass:
         model, how = self._model(role), self._how(role)
-        took = memory.inference(model.shape, how, model.trace(self.full))
         cost = step_time.inference_cost(model.shape, how, self.batch, self.machine)
-        return self._phase(name, role, self.held[role] + took, cost.times(times))
+        return _Pass(
+            name,
+            role,
+            cost.times(times),
+            lambda: self.held[role] + memory.inference(model.shape, how, model.trace(self.full)),
+        )
 
-    def _update(self, role: str, times: int) -> Phase:
+    def _update(self, role: str, times: int) -> _Pass:
         model, how = self._model(role), self._how(role)
-        took = memory.update(model.shape, how, model.trace(self.full))
         cost = step_time.update_cost(model.shape, how, self.batch, self.machine)
-        return self._phase(f"{role} update", role, took, cost.times(times))
+        return _Pass(
+            f"{role} update", role, cost.times(times), lambda: memory.update(model.shape, how, model.trace(self.full))
+        )
 
-    def _phase(self, name: str, role: str, own: Memory, cost: Cost) -> Phase:
-        pool = self.pools[role]
-        return Phase(name, pool, dict(self._beside(role, pool) + _named(role, own)), cost)
+    def _phase(self, each: _Pass) -> Phase:
+        pool = self.pools[each.role]
+        return Phase(each.name, pool, dict(self._beside(each.role, pool) + _named(each.role, each.took())), each.cost)
 
     def _beside(self, role: str, pool: str) -> Counter[str]:
         """What the pool's other roles hold meanwhile."""
@@ -510,16 +567,32 @@ class _Planner:
         pool, shape = self.pools["rollout"], self.models.policy.shape
         tokens = self.work.prompt_tokens + self.work.response_tokens
         concurrent = min(self.config.rollout.max_num_seqs, kv // (tokens * self._token_bytes()))
-        work = Generation(self._sequences, concurrent, self.work.prompt_tokens, self.work.response_tokens)
-        cost = step_time.generation_cost(shape, work, self.machine, tensor_parallel=self.t, itemsize=self.itemsize)
-        if not self._is_engine:  # each token's pass gathers all weights
-            how = self._how("actor")
-            passes = -(-self._sequences // max(1, concurrent)) * self.work.response_tokens
-            moved = passes * step_time.gathered_bytes(self._model("actor").shape, how)
-            cost = cost.after(moved, self.machine.slowest_link(how.shards))
-        yield Phase("generate", pool, dict(self._engine_phase(kv)), cost)
+        yield Phase("generate", pool, dict(self._engine_phase(kv)), self._generation_cost(concurrent))
         if not self._is_engine:
             return
+        bucket = self.config.rollout.reshard_bucket_bytes
+        largest = max(unit.largest for unit in (*shape.layers, shape.root))
+        if self.config.rollout.reshard == "gather" or self._own_pool:
+            bucket += (memory.MASTER + self.itemsize) * largest
+        sync = _named("rollout", Counter(weights=self._engine_weights, buffers=bucket))
+        beside = self._beside("rollout", pool)
+        yield Phase("weight sync", pool, dict(beside + sync), self._sync_cost())
+
+    def _generation_cost(self, concurrent: int) -> Cost:
+        """Of a step's sequences, so many of which are decoded at once."""
+        shape = self.models.policy.shape
+        work = Generation(self._sequences, concurrent, self.work.prompt_tokens, self.work.response_tokens)
+        cost = step_time.generation_cost(shape, work, self.machine, tensor_parallel=self.t, itemsize=self.itemsize)
+        if self._is_engine:
+            return cost
+        how = self._how("actor")  # each token's pass gathers all weights
+        passes = -(-self._sequences // max(1, concurrent)) * self.work.response_tokens
+        moved = passes * step_time.gathered_bytes(self._model("actor").shape, how)
+        return cost.after(moved, self.machine.slowest_link(how.shards))
+
+    def _sync_cost(self) -> Cost:
+        """Of weights that go from training to the engines."""
+        shape = self.models.policy.shape
         ranks = self.config.ranks_of(self.pools["actor"])
         if self._own_pool:  # every actor rank gathers float32, and rank 0 sends all of it to all
             moved = int(memory.MASTER * shape.parameters)
@@ -527,14 +600,8 @@ class _Planner:
             moved = int(memory.MASTER * shape.parameters * (ranks - 1) / ranks)
         else:
             moved = step_time.sync_bytes(shape, ranks, self.t, self.itemsize)
-        bucket = self.config.rollout.reshard_bucket_bytes
-        largest = max(unit.largest for unit in (*shape.layers, shape.root))
-        if self.config.rollout.reshard == "gather" or self._own_pool:
-            bucket += (memory.MASTER + self.itemsize) * largest
-        sync = _named("rollout", Counter(weights=self._engine_weights, buffers=bucket))
-        seconds = moved / self.machine.slowest_link(max(ranks, self.config.ranks_of(pool)))
-        beside = self._beside("rollout", pool)
-        yield Phase("weight sync", pool, dict(beside + sync), Cost(seconds, moved, "communication"))
+        link = self.machine.slowest_link(max(ranks, self.config.ranks_of(self.pools["rollout"])))
+        return Cost(moved / link, moved, "communication")
 
     def _beside_engine(self, phase: Phase, kv: int) -> Phase:
         if phase.pool != self.pools["rollout"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Final
 
 ITEMSIZE: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -75,28 +76,28 @@ class ModelShape:
             key_value_heads=self.key_value_heads // slices,
         )
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """All but adapters."""
         return sum(self.kinds.values()) - self.kinds.get("adapters", 0)
 
-    @property
+    @cached_property
     def trained(self) -> int:
         return self.root.trained + sum(unit.trained for unit in self.layers)
 
-    @property
+    @cached_property
     def matrices(self) -> int:
         return self.root.matrices + sum(unit.matrices for unit in self.layers)
 
-    @property
+    @cached_property
     def orthogonalisation(self) -> int:
         return self.root.orthogonalisation + sum(unit.orthogonalisation for unit in self.layers)
 
-    @property
+    @cached_property
     def frozen(self) -> int:
         return self.root.frozen + sum(unit.frozen for unit in self.layers)
 
-    @property
+    @cached_property
     def largest_layer(self) -> Unit:
         return max(self.layers, key=lambda unit: unit.parameters)
 

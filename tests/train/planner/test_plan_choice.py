@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,18 @@ from tests.train.planner.public_configs import write
 from train.config.training import TrainConfig
 from train.planner.machine import parse_gpus
 from train.planner.model_shape import models_of, read_config
-from train.planner.plan import Models, NothingFits, Workload, choose, fitting_machines, micro_batches, plan, serving
-from train.planner.sizes import GIB
+from train.planner.plan import (
+    Models,
+    NothingFits,
+    Workload,
+    candidates,
+    choose,
+    fitting_machines,
+    micro_batches,
+    plan,
+    serving,
+)
+from train.planner.sizes import GIB, Activations, Batch
 
 WORK = Workload(prompts=64, group_size=8, prompt_tokens=512, response_tokens=1024)
 
@@ -41,6 +53,34 @@ def test_what_is_chosen_fits_and_what_does_not_is_left(models: Models) -> None:
     assert [phase.name for phase in found.phases] == ["generate", "weight sync", "reference log_probs", "actor update"]
     whole = plan(found.config.model_copy(update={"micro_batch_tokens": 65536}), models, machine, WORK)
     assert not whole.fits
+
+
+@pytest.mark.parametrize("gpus", ["8x80GB", "2x40GB", "4x24GB"])
+@pytest.mark.parametrize("settings", [{}, {"rollout": {"backend": "hf"}}, {"algorithm": {"name": "sft"}}])
+def test_what_is_chosen_is_the_best_of_all_that_there_is_to_choose_from(
+    models: Models, settings: dict[str, Any], gpus: str
+) -> None:
+    open_, machine = config(**settings), parse_gpus(gpus)
+    work = Workload.of(open_, 512)
+    plans = [plan(candidate, models, machine, work) for candidate in candidates(open_, models, machine, work)]
+    fitting = [each for each in plans if each.fits]
+    assert fitting
+    assert choose(open_, models, machine, work) == min(fitting, key=lambda p: (round(p.seconds, 2), p.peak.bytes))
+
+
+def test_only_settings_that_may_be_the_fastest_are_traced(models: Models) -> None:
+    traced: set[tuple[Batch, int]] = set()
+
+    def counted(trace: Callable[[Batch, int], Activations]) -> Callable[[Batch, int], Activations]:
+        def call(batch: Batch, slices: int = 1, /) -> Activations:
+            traced.add((batch, slices))
+            return trace(batch, slices)
+
+        return call
+
+    policy = replace(models.policy, trace=counted(models.policy.trace))
+    choose(config(), replace(models, policy=policy, actor=policy), parse_gpus("8x80GB"), WORK)
+    assert 0 < len(traced) <= 10  # of the 26 batches and slices that there are to choose from
 
 
 def test_less_memory_is_answered_by_checkpointing_or_offload(models: Models) -> None:
