@@ -34,7 +34,8 @@ def main(arguments: list[str]) -> int:
         print(f"\n{failures} failures, more than {MOST}: none is run once more")
         return code
     print(f"\n{failures} failures; once more, alone:", *failed, sep="\n  ", flush=True)
-    code = subprocess.run([*command, "-v", *failed], cwd=ROOT).returncode
+    marked = arguments[arguments.index("-m") :][:2] if "-m" in arguments else []  # else pytest leaves long ones out
+    code = subprocess.run([*command, "-v", *marked, *failed], cwd=ROOT).returncode
     if code == pytest.ExitCode.OK:
         print("\nfailed beside others and passed alone, which is a defect of theirs, or a race:", *failed, sep="\n  ")
     return code

@@ -75,8 +75,13 @@ def api_processes(server: LiveServer) -> list[psutil.Process]:
     """Those that listen on its port, the first one first."""
     port = int(server.url.rpartition(":")[2])
     root = psutil.Process(server.process.pid)
-    found = [root, *root.children(recursive=True)]
-    return [one for one in found if any(c.status == "LISTEN" and c.laddr.port == port for c in one.net_connections())]
+
+    def listens(one: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):  # it has died meanwhile
+            return any(c.status == "LISTEN" and c.laddr.port == port for c in one.net_connections())
+        return False
+
+    return [one for one in (root, *root.children(recursive=True)) if listens(one)]
 
 
 async def both_listen(server: LiveServer) -> list[psutil.Process]:
