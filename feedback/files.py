@@ -8,6 +8,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -104,6 +105,19 @@ def write_once(path: Path, data: bytes) -> None:
         with _temporary(path, data, 0o600, True, None) as temporary, contextlib.suppress(FileExistsError):
             os.link(temporary, path)
     fsync_path(path.parent)  # also of one that another process has just made
+
+
+def link_or_copy(source: str, to: str) -> None:
+    """A hard link, or a copy where the file system has none, or ``to`` is on another one; for ``shutil.copytree``.
+
+    Neither file may be written to in place from then on. Raises FileNotFoundError if there is no ``source``.
+    """
+    try:
+        os.link(source, to)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, to)
 
 
 @contextmanager

@@ -7,11 +7,10 @@ receives, counted at the collectives.
 
 ``received``, by plan; ``least``, what a rank must receive: (N - t)/(tN) of the tensors that are cut in t, (N - 1)/N of
 the replicated ones; ``excess``, the difference, over the bytes of all weights. ``over_gather``: what the plan moves
-over what gathering moves, which is the float32 master weights, cast by the loaders; ``over_gather_cast`` supposes a
-cast before gathering. ``seconds_over_gather``: medians. ``peak_extra_bytes``: by how much a process grew at most during
-one hand-over, what vLLM takes to prepack a layer included; ``staging_bytes``: what of that are buffers of exchanges, at
-most BUCKET_BYTES. So that memory is seen, freed blocks go back to the system at once, which costs both ways some time.
-The last line printed is one JSON object.
+over what gathering moves, which is all weights in generation's type. ``seconds_over_gather``: medians.
+``peak_extra_bytes``: by how much a process grew at most during one hand-over, what vLLM takes to prepack a layer
+included; ``staging_bytes``: what of that are buffers of exchanges, at most BUCKET_BYTES. So that memory is seen, freed
+blocks go back to the system at once, which costs both ways some time. The last line printed is one JSON object.
 """
 
 from __future__ import annotations

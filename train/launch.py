@@ -25,7 +25,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -34,6 +34,7 @@ from feedback.processes.fork_server import PARENT, ForkedProcess, fork
 from feedback.processes.resident_socket import GONE_S, ask, connect, hang_up, wait_until_gone
 from feedback.processes.signals import Stopped, stop_on_signals
 from feedback.user_code import search_last, search_path
+from serve.kv_cache import machine_memory
 from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
 from serve.local_ray.reaper import end_marked
 from train.cluster_job import Cluster
@@ -67,6 +68,9 @@ _STOP_S, _FORK_S, _TURN_S = 20.0, 10.0, 1.0
 _TRIES = 3
 ATTEMPT = "MILLRACE_ATTEMPT"
 """The environment variable by which all processes of an attempt on this machine are known."""
+_TOKEN_BYTES: Final = 64
+"""Of a token in a batch: its id, masks and numbers, each in eight bytes at most."""
+_STORE_BYTES: Final = 256 * 2**20  # the least that Ray's object store has
 _ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -177,10 +181,21 @@ def ray_of(config: TrainConfig) -> AbstractContextManager[None]:
     return local_ray(
         num_cpus=config.cores,
         include_dashboard=False,
-        object_store_memory=256 * 2**20,
+        object_store_memory=object_store_bytes(config),
         log_to_driver=False,
         logging_level="ERROR",
     )
+
+
+def object_store_bytes(config: TrainConfig) -> int:
+    """Of Ray's object store on this machine: for two of a step's batches, as it goes to ranks and comes back from them.
+
+    With less Ray would write them to disk and read them again. At most a quarter of the machine's memory.
+    """
+    group = config.algorithm.group_size if config.samples else 1
+    context = config.rollout.max_model_len or config.longest_response
+    step = config.data.prompts_per_step * group * context * _TOKEN_BYTES
+    return max(_STORE_BYTES, min(2 * step, machine_memory() // 4))
 
 
 def run_torchrun(config: TrainConfig, context: JobContext, spec: Path, watch: Watch, *, again: bool = False) -> None:

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from feedback import files
-from feedback.files import LockTimeoutError, append_file, fsync_tree, locked, replace_file, write_once
+from feedback.files import (
+    LockTimeoutError,
+    append_file,
+    fsync_tree,
+    link_or_copy,
+    locked,
+    replace_file,
+    write_once,
+)
 
 
 def test_a_replaced_file_has_all_of_the_new_content_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
@@ -20,6 +30,23 @@ def test_a_replaced_file_has_all_of_the_new_content_and_nothing_is_left_beside_i
         replace_file(path, content)
         assert path.read_bytes() == content
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_tree_is_linked_where_it_can_be_and_copied_where_not(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "below").mkdir(parents=True)
+    (source / "below/weights").write_bytes(b"weights")
+    shutil.copytree(source, tmp_path / "linked", copy_function=link_or_copy)
+    assert (tmp_path / "linked/below/weights").samefile(source / "below/weights")
+    shutil.rmtree(source / "below")
+    assert (tmp_path / "linked/below/weights").read_bytes() == b"weights"
+    with pytest.raises(FileNotFoundError):
+        link_or_copy(str(source / "gone"), str(tmp_path / "to"))
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        if os.stat(elsewhere).st_dev == tmp_path.stat().st_dev:
+            pytest.skip("needs two file systems")
+        shutil.copytree(tmp_path / "linked", Path(elsewhere) / "copy", copy_function=link_or_copy)
+        assert (Path(elsewhere) / "copy/below/weights").read_bytes() == b"weights"
 
 
 def test_a_file_that_can_t_be_written_keeps_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,14 @@ def what_is_received_is_what_the_plan_says(ranks: Ranks) -> None:
     assert ranks.weight_sync.plan.largest_exchange * DTYPE.itemsize <= 2**13
 
 
+def what_is_gathered_is_in_generations_type(ranks: Ranks) -> None:
+    with ReceivedBytes() as counter:
+        gather(ranks.model, ranks.llm)
+    count = ranks.config.ranks
+    whole = sum(p.numel() for p in ranks.model.parameters()) * DTYPE.itemsize
+    assert 0 < counter.received <= 1.05 * whole * (count - 1) / count
+
+
 def what_moves_is_nearly_the_least(ranks: Ranks) -> None:
     plan, count = ranks.weight_sync.plan, ranks.config.ranks
     with ReceivedBytes() as counter:
@@ -159,6 +167,7 @@ CHECKS_OF_SLICES = [
 CHECKS = [
     plan_gives_the_weights_that_vllms_own_loaders_give,
     what_is_received_is_what_the_plan_says,
+    what_is_gathered_is_in_generations_type,
     loaders_ask_for_the_slices_that_the_table_is_computed_from,
     an_adapter_arrives_merged,
     weights_that_arrive_changed_are_found_and_named,

@@ -6,9 +6,10 @@ positions that start again, transformers' own "sdpa" makes a [T, T] mask, and th
 What is a sequence here is a ``Span`` of rows: one that attends to itself alone, or a response that attends to itself
 and to the rows of a prompt which it shares with others.
 
-On a GPU it is flash attention for spans of any lengths. Elsewhere, spans of like length (and prefixes of one length)
-are computed in one call of ``scaled_dot_product_attention``; the shorter ones of a call are filled up on the right,
-where a causal query never looks. Only attention sees that filling; embeddings, projections and MLPs don't.
+On a GPU it is flash attention for spans of any lengths, where that has a kernel. Elsewhere, spans of like length (and
+prefixes of one length) are computed in one call of ``scaled_dot_product_attention``; the shorter ones of a call are
+filled up on the right, where a causal query never looks. Only attention sees that filling; embeddings, projections and
+MLPs don't.
 """
 
 from __future__ import annotations
@@ -138,13 +139,19 @@ def packed_attention(
         q, k, v = packing.ulysses.heads_for_tokens(q, k, v)
         s_aux = None if s_aux is None else packing.ulysses.own_heads(s_aux)
     plain = softcap is None and s_aux is None
-    if q.is_cuda and q.dtype != torch.float32 and plain and not dropout:
+    if flash_takes(q.device.type, q.dtype, q.shape[-1], v.shape[-1]) and plain and not dropout:
         out = _flash(q, k, v, packing, scaling, sliding_window)
     else:
         out = _by_length(q, k, v, packing, scaling, dropout, sliding_window, softcap, s_aux)
     if packing.ulysses is not None:
         out = packing.ulysses.tokens_for_heads(out)
     return out[None], None
+
+
+def flash_takes(device: str, dtype: torch.dtype, width: int, value_width: int) -> bool:
+    """Whether flash attention has a kernel for heads of these widths: up to 256, values as wide as keys (which those of
+    multi-head latent attention are not), in half precision."""
+    return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and width == value_width <= 256
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:

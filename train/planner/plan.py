@@ -573,7 +573,7 @@ class _Planner:
         bucket = self.config.rollout.reshard_bucket_bytes
         largest = max(unit.largest for unit in (*shape.layers, shape.root))
         if self.config.rollout.reshard == "gather" or self._own_pool:
-            bucket += (memory.MASTER + self.itemsize) * largest
+            bucket += 2 * self.itemsize * largest  # as it is gathered, and put together
         sync = _named("rollout", Counter(weights=self._engine_weights, buffers=bucket))
         beside = self._beside("rollout", pool)
         yield Phase("weight sync", pool, dict(beside + sync), self._sync_cost())
@@ -594,10 +594,10 @@ class _Planner:
         """Of weights that go from training to the engines."""
         shape = self.models.policy.shape
         ranks = self.config.ranks_of(self.pools["actor"])
-        if self._own_pool:  # every actor rank gathers float32, and rank 0 sends all of it to all
-            moved = int(memory.MASTER * shape.parameters)
+        if self._own_pool:  # rank 0 sends all of it to all
+            moved = int(self.itemsize * shape.parameters)
         elif self.config.rollout.reshard == "gather":
-            moved = int(memory.MASTER * shape.parameters * (ranks - 1) / ranks)
+            moved = int(self.itemsize * shape.parameters * (ranks - 1) / ranks)
         else:
             moved = step_time.sync_bytes(shape, ranks, self.t, self.itemsize)
         link = self.machine.slowest_link(max(ranks, self.config.ranks_of(self.pools["rollout"])))

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from feedback.files import link_or_copy
 from serve.policies import probe
 from serve.policies.store import Policy, PolicyStore
 from train.config.training import TrainConfig
@@ -49,7 +50,7 @@ def publish(
         lineage["prompt_files"] = [of.lineage() for of in data.own]
     metrics = metrics_of(history) | ({} if best is None else {"best": {"step": best.step, "reward": best.reward}})
     policy = store.publish(
-        lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True),
+        lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True, copy_function=link_or_copy),
         parent=parent.version,
         lineage=lineage,
         metrics=metrics,

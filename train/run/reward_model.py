@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from evaluation.statistics.intervals import paired_bootstrap, wilson
 from feedback.config import ModelConfig
+from feedback.files import link_or_copy
 from feedback.scoring.sources.reward_model import CALIBRATION, RewardModel
 from feedback.trusted_code import code_files, trusted
 from serve.policies.store import Policy, PolicyStore, StalePointer
@@ -67,7 +68,7 @@ def publish_reward_model(
     (folder / "config.json").write_text(json.dumps(configuration, indent=2))
     code = {"model": {"code": code_files(folder)}} if trusted(folder) else {}
     version = store.publish(
-        lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True),
+        lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True, copy_function=link_or_copy),
         parent=before,
         lineage=lineage_of(config, context, start, data, erased) | {"policy": parent.version} | code,
         metrics=metrics_of(history)

@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from feedback.files import replace_file
+from feedback.files import link_or_copy, replace_file
 from feedback.processes.exit import skip_teardown
 from serve.policies.folder import PolicyError, sha256_file
 from train.checkpoint.folders import CheckpointError, checkpoints, step_of, torn
@@ -296,7 +296,7 @@ def _snapshot(folder: Path, aside: Path) -> None:
         try:
             for checkpoint in checkpoints(folder / "checkpoints"):
                 there = aside / "checkpoints" / checkpoint.name
-                shutil.copytree(checkpoint, there, copy_function=_link)
+                shutil.copytree(checkpoint, there, copy_function=link_or_copy)
                 if torn(there):
                     shutil.rmtree(there)
             for name in RECORDS:
@@ -306,16 +306,6 @@ def _snapshot(folder: Path, aside: Path) -> None:
         except (FileNotFoundError, shutil.Error):  # an older checkpoint has just been removed
             continue
     raise OSError(f"{folder} changes too fast for a snapshot")
-
-
-def _link(source: str, to: str) -> None:
-    """A link, or a copy where the file system has none."""
-    try:
-        os.link(source, to)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(source, to)
 
 
 def copy_id(runs: Path) -> str:

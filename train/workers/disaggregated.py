@@ -10,9 +10,7 @@ from torch.distributed import TCPStore
 
 from train.controller.dispatch import dispatch, to_all
 from train.controller.rendezvous import find_store, open_store
-from train.model.hf_io import stored_tensors
-from train.model.lora import plain_parameters
-from train.weight_sync.gather import load_whole
+from train.weight_sync.gather import load_whole, whole_tensors
 from train.weight_sync.transfer import WeightStream
 from train.workers.actor import ActorWorker
 from train.workers.rollout import RolloutWorker
@@ -45,14 +43,15 @@ class SendingActor(ActorWorker):
     @dispatch(to_all)
     def send_weights(self, rendezvous: Rendezvous) -> None:
         """Send the weights as they are; the receivers must call ``receive_weights`` meanwhile."""
-        weights = stored_tensors(self.model, plain_parameters(self.model))
+        dtype = getattr(torch, self.config.dtype)
+        weights = whole_tensors(self.model, dtype)
         with torch.no_grad():
             if self.rank == 0:
                 if self.stream is None:
                     assert self.store is not None
                     self.stream = WeightStream(self.store, 0, rendezvous.receivers + 1, self.config.step_timeout_s)
                 bucket = self.config.rollout.reshard_bucket_bytes // 2
-                self.stream.send(weights, getattr(torch, self.config.dtype), bucket)
+                self.stream.send(weights, dtype, bucket)
             else:
                 for _ in weights:  # takes part in the collectives that gather each tensor
                     pass

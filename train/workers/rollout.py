@@ -181,6 +181,9 @@ class RolloutWorker(Worker):
         Args:
             seed: of all samples of the call; equal weights and prompts give equal samples, on any number of engines.
                 None: the engine's own.
+
+        Returns:
+            Those of the engine's prompts; of the ranks that share an engine the first alone has them.
         """
         self._require_awake()
         engines = self.world_size // self.config.rollout.tensor_parallel_size
@@ -189,6 +192,8 @@ class RolloutWorker(Worker):
         episodes = self.config.environment is not None
         requests = requests_of("call", prompts, numbers, n=n, greedy=greedy, seed=seed, episodes=episodes)
         found = until_ended(self.sampling, requests, self.ended)
+        if not self._answers:
+            return []
         sampled = [found[i * n : (i + 1) * n] for i in range(len(prompts))]
         return [of + found[len(prompts) * n + i :][:1] for i, of in enumerate(sampled)]
 
@@ -201,7 +206,8 @@ class RolloutWorker(Worker):
             steps: of the engine; fewer where nothing is left to do, or an environment is waited for.
 
         Returns:
-            The key, and the response or episode, of each that has ended since the last call.
+            The key, and the response or episode, of each that has ended since the last call; as in ``generate``, of
+            the first rank of an engine.
         """
         self._require_awake()
         for request in requests:
@@ -213,7 +219,12 @@ class RolloutWorker(Worker):
             if not self.sampling.samples:
                 break
         ended, self.ended = self.ended, {}
-        return list(ended.items())
+        return list(ended.items()) if self._answers else []
+
+    @property
+    def _answers(self) -> bool:
+        """Whether this rank is the one of its engine whose answers are read: all of them have the same."""
+        return self.rank % self.config.rollout.tensor_parallel_size == 0
 
     def _require_awake(self) -> None:
         if self.asleep:

@@ -1,4 +1,4 @@
-"""Which GPUs the pools of a training get, as far as a machine without any can tell."""
+"""Which GPUs and how much shared memory the pools of a training get, as far as a machine without GPUs can tell."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from serve.kv_cache import machine_memory
 from train.config.training import TrainConfig
 from train.controller.worker_group import WorkerError
+from train.launch import object_store_bytes
 from train.workers.role_groups import gpus_by_pool
 from train.workers.rollout import memory_share
 
@@ -31,6 +33,19 @@ def test_what_is_trained_gets_gpus_before_rewards_do(available: int, expected: d
 def test_a_pools_own_number_is_taken_as_it_is_and_counts() -> None:
     assert gpus_by_pool(config(rewards={"ranks": 1, "gpus": 1}), 9) == {"training": 1, "rewards": 1}
     assert gpus_by_pool(config(training={"ranks": 8, "gpus": 0}), 4) == {"training": 0, "rewards": 1}
+
+
+def test_rays_object_store_holds_a_steps_batch_twice_and_no_more_than_a_quarter_of_the_memory() -> None:
+    def of(prompts: int, tokens: int) -> int:
+        return object_store_bytes(
+            TrainConfig.model_validate(
+                {"data": {"prompts_per_step": prompts}, "rollout": {"max_model_len": tokens, "max_tokens": tokens - 1}}
+            )
+        )
+
+    assert of(32, 768) == 256 * 2**20
+    assert of(256, 2048) == 2 * 64 * 256 * 8 * 2048 > 256 * 2**20
+    assert of(2**20, 2**20) == machine_memory() // 4
 
 
 @pytest.mark.parametrize("rewards", [{"ranks": 1}, {"ranks": 1, "gpus": 1}])

@@ -174,6 +174,17 @@ def test_prompts_of_more_tokens_than_a_step_together_are_answered_as_alone(engin
         assert [s[0].token_ids for s in together[:2]] == [s[0].token_ids for s in alone], backend
 
 
+def test_of_the_ranks_of_an_engine_one_answers(engine: Engine) -> None:
+    ranks, t = range(engine.config.ranks), engine.config.rollout.tensor_parallel_size
+    call = engine.rollouts["vllm"].generate
+    asked = some_prompts(engine, 2)
+    parts, _ = call._rule(call._pool.layout, asked)
+    arguments = [("rollout", "generate", part, {"n": 3, "seed": 1}) for part in parts]
+    by_rank = call._pool.call("rollout.generate", "call", arguments).result()
+    assert [len(by_rank[rank]) for rank in ranks] == [0 if rank % t else len(parts[rank]) for rank in ranks]
+    assert len(call(asked, n=3, seed=1)) == 2
+
+
 def test_what_generates_after_an_update_is_what_was_trained_and_what_is_published(
     engine: Engine, tmp_path: Path
 ) -> None:

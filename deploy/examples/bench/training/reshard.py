@@ -75,7 +75,6 @@ def main(policy: Path, tp: int, training_tp: int, rounds: int, bucket_bytes: int
             way()
         received[name], peak[name] = int(most(counter.received)), int(most(extra[0]))
     itemsize = getattr(torch, config.dtype).itemsize
-    master_itemsize = next(model.parameters()).dtype.itemsize
     weights = sum(p.numel() for p in model.parameters()) * itemsize
     least = int(most(least_received(plan, ranks) * itemsize))
     planned = int(most(plan.plan.received * itemsize))
@@ -91,7 +90,6 @@ def main(policy: Path, tp: int, training_tp: int, rounds: int, bucket_bytes: int
         "gathered": received["gather"],
         # One rank receives nothing, either way.
         "over_gather": received["plan"] / received["gather"] if ranks > 1 else None,
-        "over_gather_cast": received["plan"] / (received["gather"] * itemsize / master_itemsize) if ranks > 1 else None,
         "seconds": statistics.median(seconds["plan"]),
         "seconds_over_gather": statistics.median(seconds["plan"]) / statistics.median(seconds["gather"]),
         "plan_seconds": planning,
