@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from feedback.config import CaptureConfig
 from feedback.processes.signals import stop_signals_blocked
+from feedback.sampling_parameters import RESERVED, SAMPLING_KEY
 from feedback.user_code import search_path
 
 log = logging.getLogger(__name__)
@@ -189,7 +190,8 @@ def _map_row(row: dict[str, Any], of: Callable[[str], Any]) -> dict[str, Any]:
         "response": row["response"] and of(row["response"]),
         "sampling": row["sampling"] | {"stop": [of(text) for text in row["sampling"]["stop"]]},
         "metadata": [
-            (name, _map_json(text, of) if name.startswith("millrace:") else of(text)) for name, text in row["metadata"]
+            (name, _map_json(text, of) if name == SAMPLING_KEY else text if name.startswith(RESERVED) else of(text))
+            for name, text in row["metadata"]
         ],
     }
 

@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-SAMPLING_KEY: Final = "millrace:sampling"
+RESERVED: Final = "millrace:"
+"""What names of metadata begin with that are not a client's."""
+SAMPLING_KEY: Final = f"{RESERVED}sampling"
 """The key of a row's metadata for parameters that the column ``sampling`` has no place for, as JSON."""
 
 STOP_TOKEN_IDS: Final = "stop_token_ids"

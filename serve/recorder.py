@@ -134,7 +134,9 @@ class Recorder:
             if "new" not in verdicts:
                 return "same" if "same" in verdicts else "conflict"
         *earlier, last_row = session_rows(row, response_ids)
-        await gather_all(*(self.record_feedback(other, generated_id=generated_id) for other in earlier))
+        of_earlier = await gather_all(*(self.record_feedback(other, generated_id=generated_id) for other in earlier))
+        if "conflict" in of_earlier:  # an earlier try, which was not acknowledged, has recorded another value
+            return "conflict"
         return await self.record_feedback(last_row, generated_id=generated_id)
 
     @property

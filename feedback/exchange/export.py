@@ -14,6 +14,7 @@ import pyarrow as pa
 from feedback import datasets
 from feedback.exchange import ExportForm, Style, trl
 from feedback.lake.tables import Lake
+from feedback.sampling_parameters import RESERVED
 
 NO_MESSAGES: Final = "with a prompt that is no chat messages"
 NO_TEXT: Final = "with a prompt of token ids alone"
@@ -22,7 +23,6 @@ OTHER_TENANT: Final = "of another tenant"
 OTHER_POLICY: Final = "not sampled by that policy alone"
 
 _OF_POLICY: Final = "list_distinct([span.policy_version FOR span IN policy_spans]) = [?::BIGINT]"
-_RESERVED: Final = "millrace:"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _prompts(lake: Lake, versions: Mapping[str, int], only: Filter) -> list[dict
             "metadata": {
                 f"metadata.{name}" if name == "prompt" else name: value
                 for name, value in of.metadata.items()
-                if not name.startswith(_RESERVED)
+                if not name.startswith(RESERVED)
             },
         }
         for of in found

@@ -20,7 +20,7 @@ from feedback.ingest.id_index import SealedIds, content_of, key_of, keys_and_con
 from feedback.journal.codec import to_batch
 from feedback.journal.recovery import load
 from feedback.journal.segment import list_segments
-from feedback.journal.writer import Journal
+from feedback.journal.writer import Journal, JournalUnsure
 from feedback.lake.erasure_registry import is_being_erased, registered, without_erased
 from feedback.lake.table_changes import rows_left
 from feedback.lake.tables import Lake, LakeError
@@ -54,6 +54,7 @@ class SeenFeedback:
         self._turn = 0  # an id that came in a later turn than this is younger than what was read in it
         self._forgetting = asyncio.Lock()
         self._pending: dict[bytes, tuple[bytes, asyncio.Future[bool]]] = {}
+        self._doubtful: dict[bytes, bytes] = {}  # content that may be recorded, of ids that nobody was told about
 
     def open(self) -> None:
         """Learn what the journal and the lake hold. Blocks while it reads; call it before serving.
@@ -98,6 +99,11 @@ class SeenFeedback:
             if await asyncio.shield(done):
                 return "same" if other == content else "conflict"
         verdict = "new" if generated_id else self.check(row)
+        if verdict == "new" and self._doubtful.get(key, content) != content:
+            raise SeenFeedbackError(
+                f"feedback {row['feedback_id']!r} may be recorded with another content, as the disk hung: send that "
+                "again, or take another id"
+            )
         # Checked before what was removed: an erasure that ends in between is seen there.
         being_erased = verdict == "same" and await self._is_being_erased(row)
         if verdict != "new" and await self._forget_removed():
@@ -157,6 +163,9 @@ class SeenFeedback:
                     # The row is durable, and sealing leaves out what is recorded twice.
                     self.error = f"a recorded id can't be remembered: {error}"
                     log.error("%s", self.error)
+                self._doubtful.pop(key, None)
+            elif not append.cancelled() and isinstance(append.exception(), JournalUnsure):
+                self._doubtful[key] = content
             del self._pending[key]
             done.set_result(recorded)
 

@@ -54,6 +54,10 @@ class JournalBroken(JournalError):
     """The disk refused a write or hangs; nothing is acknowledged until it has been proven again."""
 
 
+class JournalUnsure(JournalBroken):
+    """The disk hangs in the midst of the write: the row may or may not be recorded."""
+
+
 class Journal:
     """The log of one writer (a replica's name) in a folder that several writers may share."""
 
@@ -263,9 +267,9 @@ class Journal:
                 for entry in queued:
                     self._withdraw(entry)
                 self._stalled = self._stalled or bool(queued or taken)  # until a commit succeeds
-            for entries, outcome in ((queued, "is not"), (taken, "may or may not be")):
-                reason = f"journal {self.folder}: no commit within {limit:g} s; the row {outcome} recorded"
-                resolve(entries, JournalBroken(reason))
+            late = f"journal {self.folder}: no commit within {limit:g} s; the row"
+            resolve(queued, JournalBroken(f"{late} is not recorded"))
+            resolve(taken, JournalUnsure(f"{late} may or may not be recorded"))
 
     # The writer thread's side.
 

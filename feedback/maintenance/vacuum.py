@@ -25,6 +25,7 @@ from feedback.lake.tables import Lake
 log = logging.getLogger(__name__)
 
 _SPILL: Final = re.compile(r"millrace-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_EXPORT: Final = re.compile(r"millrace-export-\w+")
 _SPILL_AGE_S: Final = 60.0
 
 
@@ -77,15 +78,18 @@ def drop_damaged_segments(journal_folder: Path, *, written_until: datetime | Non
 
 
 def drop_spilled() -> int:
-    """Remove what killed queries of DuckDB left in the folder for temporary files; returns how many folders.
+    """Remove what killed queries of DuckDB and killed exports left among temporary files; returns how many there were.
 
-    A folder in which any process that we may look at has an open file is in use.
+    What any process that we may look at has open is in use, and with it its folder.
     """
     used = _open_files()
     dropped = 0
     for folder in Path(tempfile.gettempdir()).glob("millrace-*"):
         try:
             young = time.time() - folder.stat().st_mtime < _SPILL_AGE_S
+            if _EXPORT.fullmatch(folder.name) and not young and str(folder) not in used:
+                folder.unlink()
+                dropped += 1
             if _SPILL.fullmatch(folder.name) and not young and not any(f.startswith(f"{folder}/") for f in used):
                 shutil.rmtree(folder)
                 dropped += 1

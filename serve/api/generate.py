@@ -14,11 +14,11 @@ from fastapi import APIRouter, Request, Response
 from jinja2 import TemplateError
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
+from feedback.sampling_parameters import RESERVED
 from serve.admission import TokenBudget
 from serve.api import bounds
 from serve.api.answers import EventStream, watching_client
 from serve.engine import EngineRefused
-from serve.generation.interaction_rows import RESERVED
 from serve.generation.request import GenerationRequest, Sampling
 from serve.http import Problem, body_of, client_gone, event_stream, field_problem, json_response, problems
 from serve.recorded_request import ActiveRequest, EngineSource, RecordedPrompt

@@ -9,8 +9,8 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from feedback.events import kinds_schema
+from feedback.sampling_parameters import RESERVED
 from serve.api import experiments, feedback, generate
-from serve.generation.interaction_rows import RESERVED
 from serve.http import OPENAI, ProblemOut, problems
 from serve.middleware.keyring import scope_of
 

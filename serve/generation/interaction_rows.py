@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from feedback.ids import uuid7
-from feedback.sampling_parameters import SAMPLING_KEY
+from feedback.sampling_parameters import RESERVED, SAMPLING_KEY
 from serve.generation.request import Generation, GenerationRequest, Sampling
 from serve.policies.experiments import FALLBACK, Assignment
 
@@ -19,9 +19,6 @@ _OF_REQUEST: Final = (
 )
 _OF_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed")
 _TIMINGS: Final = ("queue_ms", "first_token_ms", "total_ms")
-
-RESERVED: Final = "millrace:"
-"""What the keys of a row's metadata begin with that are not the client's."""
 
 BLOCK: Final = RESERVED + "block"
 """The block of an experiment, as metadata."""

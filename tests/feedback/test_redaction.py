@@ -189,6 +189,10 @@ def test_a_row_whose_texts_do_not_change_is_recorded_as_it_is(redactor: Redactor
             {"metadata": [("millrace:sampling", '{"bad_words": ["[password]"]}')]},
         ),
         (
+            {"metadata": [("millrace:trace", "00-4bf92f3577b34da6-01"), ("a", "swordfish")]},
+            {"metadata": [("millrace:trace", "00-4bf92f3577b34da6-01"), ("a", "[password]")]},
+        ),
+        (
             {"sampling": {"temperature": 1.0, "stop": ["swordfish"]}},
             {"sampling": {"temperature": 1.0, "stop": ["[password]"]}},
         ),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import shutil
 import sqlite3
 import threading
@@ -17,7 +18,7 @@ from feedback.config import JournalConfig, LakeConfig
 from feedback.ingest.id_index import take_in
 from feedback.ingest.idempotency import SeenFeedback, SeenFeedbackError
 from feedback.ingest.seal import seal
-from feedback.journal.writer import Journal, JournalBroken
+from feedback.journal.writer import Journal, JournalBroken, JournalUnsure
 from feedback.lake.tables import Lake
 from feedback.maintenance.erasure import Target, erase, finish_erasures
 from feedback.maintenance.maintain import retain
@@ -379,3 +380,36 @@ def test_the_index_holds_hashes_only(folder, lake, opened):
     with sqlite3.connect(the_index(folder)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     assert b"secret" not in the_index(folder).read_bytes()
+
+
+async def test_what_a_hanging_disk_may_have_recorded_is_not_acknowledged_with_another_content(
+    folder, opened, quick_lake, monkeypatch
+):
+    free, sync = threading.Event(), os.fdatasync
+
+    def fdatasync(file: int) -> None:
+        assert free.wait(120)
+        sync(file)
+
+    free.set()
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(folder=str(folder), commit_timeout_s=0.2), "r")
+    journal.open()
+    assert await ledger.record(body(feedback_id="before"), journal) == "new"
+    monkeypatch.setattr("feedback.journal.session.os.fdatasync", fdatasync)
+    free.clear()
+    with pytest.raises(JournalUnsure, match="may or may not be recorded"):
+        await ledger.record(body(), journal)
+    with pytest.raises(SeenFeedbackError, match="'f1' may be recorded with another content, as the disk hung"):
+        await ledger.record(body(0.0), journal)
+    free.set()
+    await until(lambda: journal.healthy)
+    with pytest.raises(SeenFeedbackError, match="'f1' may be recorded"):
+        await ledger.record(body(0.0), journal)
+    assert await ledger.record(body(), journal) == "new"
+    assert await ledger.record(body(), journal) == "same"
+    assert await ledger.record(body(0.0), journal) == "conflict"
+    journal.close()
+    seal(quick_lake, folder)
+    kept = quick_lake.read(lambda lake: lake.execute("SELECT feedback_id, value FROM feedback ORDER BY 1").fetchall())
+    assert kept == [("before", 1.0), ("f1", 1.0)]

@@ -444,11 +444,15 @@ def test_what_a_killed_query_spilled_is_removed_and_a_living_ones_is_not(tmp_pat
         (tmp_path / name / "spilled").write_text(SECRET)
         hour_ago = time.time() - 3600
         os.utime(tmp_path / name, (hour_ago, hour_ago))
+    exports = [tmp_path / f"millrace-export-{name}" for name in ("killed_1", "being_sent")]
+    for export in exports:
+        export.write_text(SECRET)
+        os.utime(export, (hour_ago, hour_ago))
     living = min(tmp_path.glob("millrace-0*"))
-    with (living / "spilled").open():
-        assert drop_spilled() == 1
-        assert {path.name for path in tmp_path.iterdir()} == {living.name, "millrace-mine"}
-    assert drop_spilled() == 1
+    with (living / "spilled").open(), exports[1].open():
+        assert drop_spilled() == 2
+        assert {path.name for path in tmp_path.iterdir()} == {living.name, "millrace-mine", exports[1].name}
+    assert drop_spilled() == 2
 
 
 def interrupt(*_: object, **__: object) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from feedback.config import LakeConfig
+from feedback.config import JournalConfig, LakeConfig
+from feedback.events import session_rows
+from feedback.ingest.idempotency import SeenFeedback
+from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake
+from serve.observability.metrics import Metrics
 from serve.reading.sessions import MOST_RESPONSES
-from tests.feedback.feedback_rows import interaction, put
+from serve.recorder import Recorder
+from tests.feedback.feedback_rows import interaction, put, thumb
 from tests.serve.api.test_both_apis import HI, post
 from tests.serve.api.test_unstored import ids
 from tests.serve.conftest import LiveServer
@@ -153,3 +159,24 @@ def test_feedback_on_no_or_two_things_is_refused_by_name(server: LiveServer, bod
     answer = give(server, **body)
     assert answer.status_code == 422, answer.text
     assert answer.json()["errors"][0]["field"] == field
+
+
+async def test_what_a_try_that_was_not_acknowledged_said_of_an_earlier_turn_is_not_contradicted(
+    tmp_path: Path,
+) -> None:
+    folder, lake = tmp_path / "journal", Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=60))
+    lake.create()
+    journal, seen = Journal(folder, JournalConfig(folder=str(folder)), "r"), SeenFeedback(lake, folder)
+    journal.open()
+    seen.open()
+    recorder = Recorder(journal, seen, Metrics())
+    row = thumb("second", 1.0, feedback_id="f")
+    earlier, _ = session_rows(row, ["first", "second"])
+    assert await recorder.record_feedback(earlier, generated_id=False) == "new"  # and then the disk was full
+    said = [
+        await recorder.record_session_feedback(row | {"value": value}, ["first", "second"], generated_id=False)
+        for value in (0.0, 1.0, 1.0)
+    ]
+    assert said == ["conflict", "new", "same"]
+    journal.close()
+    seen.close()
