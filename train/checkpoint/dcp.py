@@ -156,8 +156,8 @@ def load(
         dcp.load(state, checkpoint_id=folder)
     except (*_FAILURES, ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"{folder} does not fit the model in training (another policy, other shapes or another train.optimizer or "
-            f"train.lora), or can't be read: {_say(error)}"
+            f"{folder} does not fit the model in training (another policy, other shapes, or another train.optimizer, "
+            f"train.lora or train.algorithm.critic.lora), or can't be read: {_say(error)}"
         ) from error
     loaded = state["optimizer"]["state"]
     for name, values in moments["state"].items():  # what is packed was loaded in place

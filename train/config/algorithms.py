@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from feedback.config import ApiConfig
 from feedback.settings_base import FUNCTION, Section
+from train.config.sections import AdapterConfig
 
 ONLINE: Final = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo"),
@@ -139,6 +140,9 @@ class CriticConfig(Section):
     )
     learning_rate: float = Field(
         1e-5, gt=0, description="Peak learning rate; how it is reached, and all else, is as train.optimizer says."
+    )
+    lora: AdapterConfig | None = Field(
+        None, description="Train low-rank adapters and the head, in place of all of the critic's weights."
     )
     warmup_steps: int = Field(0, ge=0, description="First steps in which the critic alone learns.")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")

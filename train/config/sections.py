@@ -184,7 +184,7 @@ class FsdpConfig(Section):
         return self.sequence_parallel * self.tensor_parallel
 
 
-class LoraConfig(Section):
+class AdapterConfig(Section):
     """Low-rank adapters: what is trained in place of the weights themselves."""
 
     rank: int = Field(16, ge=1, description="Rank of the adapters.")
@@ -193,6 +193,11 @@ class LoraConfig(Section):
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear", description="Names of the linear layers that get one; all-linear: all but the output layer."
     )
+
+
+class LoraConfig(AdapterConfig):
+    """Low-rank adapters of the policy: what is trained in place of its weights."""
+
     publish_adapter: bool = Field(
         False, description="Leave the adapter in the run's folder too, in peft's format, beside the merged policy."
     )

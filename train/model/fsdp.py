@@ -43,7 +43,7 @@ from train.model.tensor_parallel import share_layers
 from train.model.ulysses import Ulysses, sequence_parallel_group
 
 if TYPE_CHECKING:
-    from train.config.sections import FsdpConfig, LoraConfig
+    from train.config.sections import AdapterConfig, FsdpConfig
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ def build(
     meshes: Meshes | None = None,
     options: FsdpConfig | None = None,
     activation_checkpointing: bool = False,
-    lora: LoraConfig | None = None,
+    lora: AdapterConfig | None = None,
+    lora_setting: str = "train.lora",
     frozen: bool = False,
     make: Make = causal_lm,
     unstored: frozenset[str] = frozenset(),
@@ -87,12 +88,14 @@ def build(
         dtype: of parameters and activations in the forward and backward pass.
         meshes: the ranks to shard over; all, flat, if None.
         options: the defaults of the settings if None.
-        lora: train adapters and nothing else; ``frozen``: not even those.
+        lora: train adapters, and of the rest what is ``unstored`` alone; ``frozen``: nothing at all.
+        lora_setting: what messages call ``lora``.
         make: builds the model from the policy's config.
         unstored: parameters that ``policy`` need not store; those that it does not stay on the meta device.
 
     Raises:
-        ValueError: no module is of the classes to shard by, or the policy's weights don't fit its config.
+        ValueError: no module is of the classes to shard by, the policy's weights don't fit its config, or ``lora``
+            fits no layer, or one that can't have an adapter.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     meshes = meshes or make_meshes(device.type)
@@ -108,7 +111,7 @@ def build(
     if meshes.sp is not None:
         share_sequences(model, meshes.sp, 1 if meshes.tp is None else meshes.tp.size())
     if lora is not None:
-        add_adapters(model, lora)
+        add_adapters(model, lora, whole=unstored, setting=lora_setting)
     if frozen:
         model.requires_grad_(False)
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on a sharded model: only they are trained.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a sharded model: only they are trained, and a critic's head.
 
 A layer with an adapter computes ``W x + s · B A x``, A [r, in], B [out, r], s = alpha / r. The layers are peft's; here
 they are put in, given their first values, merged, switched off and written in peft's format.
@@ -22,26 +22,33 @@ from torch.distributed.tensor import DTensor
 from train.model.hf_io import ADAPTER, as_parameter, held, own_slice, plain_name, whole_tensor
 
 if TYPE_CHECKING:
-    from train.config.sections import LoraConfig
+    from train.config.sections import AdapterConfig, LoraConfig
 
 NAME = "default"
 
 
-def add_adapters(model: nn.Module, config: LoraConfig) -> None:
+def add_adapters(
+    model: nn.Module, config: AdapterConfig, *, whole: frozenset[str] = frozenset(), setting: str = "train.lora"
+) -> None:
     """Put adapters around the target layers, in place, and freeze all else. The model must not be sharded yet.
 
+    Args:
+        whole: names of parameters that are trained themselves, which no adapter may be around: a critic's head.
+        setting: what messages call ``config``.
+
     Raises:
-        ValueError: no layer is a target, or one is of a kind that cannot be merged here (tied, or not linear).
+        ValueError: no layer is a target, or one is of a kind that cannot be merged here (tied, or not linear), or is
+            trained whole.
         ImportError: peft is not installed.
     """
     from peft import inject_adapter_in_model
 
     try:
-        inject_adapter_in_model(peft_config(config), model, adapter_name=NAME)
+        inject_adapter_in_model(peft_config(config, "SEQ_CLS" if whole else "CAUSAL_LM"), model, adapter_name=NAME)
     except ValueError as error:
         linear = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, nn.Linear)})
         raise ValueError(
-            f"train.lora.target_modules={config.target_modules!r} fits no layer of {type(model).__name__}; its linear "
+            f"{setting}.target_modules={config.target_modules!r} fits no layer of {type(model).__name__}; its linear "
             f"layers are called {', '.join(linear)}, and 'all-linear' takes all but the output layer"
         ) from error
     adapted = {name.split(ADAPTER)[0] for name, _ in model.named_parameters() if ADAPTER in name}
@@ -49,14 +56,14 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
     for name in sorted(adapted):
         if not hasattr(model.get_submodule(name), "lora_A") or ".lora_embedding" in name:
             kind = type(model.get_submodule(name)).__name__
-            raise ValueError(f"train.lora.target_modules takes linear layers; {name} is {kind}")
+            raise ValueError(f"{setting}.target_modules takes linear layers; {name} is {kind}")
+        if f"{name}.weight" in whole:
+            raise ValueError(f"{setting}.target_modules takes layers of the body; {name} is trained whole")
         base = model.get_submodule(name).get_base_layer().weight
         if users[id(base)] > 1:
-            raise ValueError(
-                f"train.lora.target_modules takes layers with weights of their own; that of {name} is tied"
-            )
+            raise ValueError(f"{setting}.target_modules takes layers with weights of their own; that of {name} is tied")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(ADAPTER in name)
+        parameter.requires_grad_(ADAPTER in name or name in whole)
 
 
 def initialise(model: nn.Module, device: torch.device) -> None:
@@ -137,17 +144,17 @@ def export_adapter(model: nn.Module, config: LoraConfig, policy: Path, folder: P
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        exported = peft_config(config)
+        exported = peft_config(config, "CAUSAL_LM")
         exported.base_model_name_or_path = str(policy)
         exported.inference_mode = True
         exported.save_pretrained(folder)
 
 
-def peft_config(config: LoraConfig) -> Any:
+def peft_config(config: AdapterConfig, task_type: str) -> Any:
     from peft import LoraConfig as PeftLoraConfig
 
     return PeftLoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,

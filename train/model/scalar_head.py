@@ -35,7 +35,7 @@ def build_with_scalar_head(policy: Path, **how: Any) -> nn.Module:
 
     Zero, because what is predicted before anything was learned is then 0 for everything: neither advantages nor the
     order of responses begin with the noise of a random projection. The head's gradient is not zero, so it leaves that
-    point with the first step, and the body follows. There is no ``lora``.
+    point with the first step, and the body follows. With ``lora`` adapters and the head are trained.
 
     Raises:
         ValueError: transformers has no sequence-classification model of the policy's architecture, or as ``build``.

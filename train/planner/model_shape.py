@@ -27,13 +27,13 @@ from feedback.trusted_code import UntrustedCode
 from serve.kv_cache import full_context
 from train.algorithms import load
 from train.batch.prompt_rows import take_rows
-from train.config.sections import LoraConfig, PolicyModelConfig
+from train.config.sections import AdapterConfig, PolicyModelConfig
 from train.config.training import TrainConfig
 from train.model.attention import by_scores, use_packed_attention
 from train.model.fsdp import Make, causal_lm, decoder_layers
 from train.model.fused_log_probs import TILE, log_probs_and_entropy
 from train.model.lora import add_adapters
-from train.model.scalar_head import with_one_output
+from train.model.scalar_head import UNSTORED, with_one_output
 from train.model.shard_dimensions import placement_for
 from train.model.tensor_parallel import can_share
 from train.optimizers.build import body_matrices
@@ -81,7 +81,7 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
         ModelNotPlanned: as ``shape_of``; or no policy is trained.
     """
 
-    def traced(of: PretrainedConfig, make: Make, lora: LoraConfig | None = None) -> TracedModel:
+    def traced(of: PretrainedConfig, make: Make, lora: AdapterConfig | None = None) -> TracedModel:
         tracer = Tracer(of, dtype=config.dtype, device=device, lora=lora, make=make)
         return TracedModel(shape_of(of, lora, make), tracer)
 
@@ -92,11 +92,11 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
         )
     make = maker(config.model)
     plain = traced(policy, make)
-    critic, algorithm = config.algorithm.critic.model, load(config.algorithm)
+    critic, algorithm = config.algorithm.critic, load(config.algorithm)
     return Models(
         policy=plain,
         actor=plain if config.lora is None else traced(policy, make, config.lora),
-        critic=traced(policy if critic is None else read_config(critic), with_one_output)
+        critic=traced(policy if critic.model is None else read_config(critic.model), with_one_output, critic.lora)
         if algorithm.needs_critic
         else None,
         has_reference=config.has_reference or algorithm.needs_reference,
@@ -105,7 +105,7 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
 
 def shape_of(
     config: PretrainedConfig,
-    lora: LoraConfig | None = None,
+    lora: AdapterConfig | None = None,
     make: Make = causal_lm,
     layers_of: list[str] | str | None = None,
 ) -> ModelShape:
@@ -123,7 +123,7 @@ def shape_of(
     head = model.get_output_embeddings()
     if lora is not None:
         with torch.random.fork_rng(devices=[]):  # a run counts amid its own random numbers, and adapters draw some
-            add_adapters(model, lora)
+            add_adapters(model, lora, whole=_trained_whole(make))
     placed = placement_for(model, _SHARDS)
     matrices = {id(parameter) for parameter in body_matrices(model)}
     inside = [list(layer.named_parameters()) for layer in layers]
@@ -165,7 +165,7 @@ class Tracer:
         *,
         dtype: str,
         device: str,
-        lora: LoraConfig | None = None,
+        lora: AdapterConfig | None = None,
         make: Make = causal_lm,
     ) -> None:
         """``device``: "cuda" or "cpu", which decides what attention keeps and how large a tile of logits is."""
@@ -237,6 +237,11 @@ def _meta_model(config: PretrainedConfig, make: Make) -> PreTrainedModel:
             return make(deepcopy(config))
     except ValueError as error:
         raise ModelNotPlanned(f"{type(config).__name__}: {error}; name a model that answers in text") from error
+
+
+def _trained_whole(make: Make) -> frozenset[str]:
+    """What is trained itself of a model with adapters."""
+    return UNSTORED if make is with_one_output else frozenset()
 
 
 def _layers(model: PreTrainedModel, classes: list[str] | str | None = None) -> list[nn.Module]:
@@ -321,13 +326,13 @@ class LiveBytes(TorchDispatchMode):
 
 
 def cut_model(
-    config: PretrainedConfig, layers: int, dtype: torch.dtype, lora: LoraConfig | None = None, make: Make = causal_lm
+    config: PretrainedConfig, layers: int, dtype: torch.dtype, lora: AdapterConfig | None = None, make: Make = causal_lm
 ) -> PreTrainedModel:
     """The model with so many of its layers, on the meta device."""
     model = _meta_model(config, make)
     _keep_layers(model, layers)
     if lora is not None:
-        add_adapters(model, lora)
+        add_adapters(model, lora, whole=_trained_whole(make))
     model.to(dtype)
     if use_packed_attention(model):
         model.set_attn_implementation(TRACED)

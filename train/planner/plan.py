@@ -467,7 +467,7 @@ class _Planner:
         return model.slice_of(self.slices)
 
     def _how(self, role: str) -> Sharding:
-        config, stored = self.config, self.models.policy.shape.stored
+        config, stored = self.config, self._model(role).shape.stored
         frozen = self.itemsize if role == "reference" or stored == config.dtype else memory.MASTER
         return Sharding(
             shards=config.ranks_of(self.pools[role]) // config.fsdp.replicas // self.slices,

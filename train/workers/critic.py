@@ -21,18 +21,26 @@ from train.workers.model_worker import TrainedWorker, forward_per_token
 class CriticWorker(TrainedWorker):
     """One FSDP rank of the critic: the policy's body with a head of one output, and its own optimizer.
 
-    With ``train.algorithm.critic.model`` it is that reward model in place of the policy's body with a head of zeros.
+    With ``train.algorithm.critic.model`` it is that reward model in place of the policy's body with a head of zeros;
+    with ``train.algorithm.critic.lora`` adapters of the body and the head are trained, and nothing else.
     """
 
     def build(self) -> nn.Module:
-        if self.config.lora is not None:
-            log_once("train.lora is of the policy; the critic trains all its weights")
-        model = self.config.algorithm.critic.model
-        if model is not None:
-            require_same_tokens(model, self.policy)
-        critic = build_with_scalar_head(model or self.policy, **self.build_options)
-        require_apart(critic, self.build_options["dtype"], scalar_outputs)
-        return critic
+        critic = self.config.algorithm.critic
+        if self.config.lora is not None and critic.lora is None:
+            log_once(
+                "train.lora is of the policy; without train.algorithm.critic.lora the critic trains all its weights"
+            )
+        if critic.model is not None:
+            require_same_tokens(critic.model, self.policy)
+        model = build_with_scalar_head(
+            critic.model or self.policy,
+            lora=critic.lora,
+            lora_setting="train.algorithm.critic.lora",
+            **self.build_options,
+        )
+        require_apart(model, self.build_options["dtype"], scalar_outputs)
+        return model
 
     @property
     def learning_rate(self) -> float:

@@ -148,6 +148,15 @@ def test_of_a_section_that_is_not_read_what_was_set_is_named() -> None:
     )
 
 
+def test_a_critics_adapters_are_of_an_algorithm_with_a_critic_and_publish_nothing() -> None:
+    refused(
+        r"train\.algorithm\.critic\.lora=.*: grpo does not read it \(ppo does\); take it out",
+        algorithm={"critic": {"lora": {"rank": 4}}},
+    )
+    refused("publish_adapter", algorithm={"name": "ppo", "critic": {"lora": {"publish_adapter": True}}})
+    refused("rank", algorithm={"name": "ppo", "critic": {"lora": {"rank": 0}}})
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_defaults_of_every_algorithm_can_work_and_stay_the_same_when_written_out(name: str) -> None:
     teacher = {"url": "http://127.0.0.1:1/v1", "model": "large"} if name == "distill" else None

@@ -10,9 +10,10 @@ import torch
 from tests.train.planner.public_configs import CONFIGS, write
 from tests.train.tiny_models import gpt2, mixture, qwen3
 from train.batch.prompt_rows import Span
-from train.config.sections import LoraConfig
+from train.config.sections import AdapterConfig, LoraConfig
 from train.model.attention import packed, use_packed_attention
 from train.model.attention_calls import Packing
+from train.model.scalar_head import with_one_output
 from train.planner.model_shape import LiveBytes, ModelNotPlanned, Tracer, cut_model, read_config, run_body, shape_of
 from train.planner.sizes import Batch
 
@@ -46,6 +47,12 @@ def test_adapters_are_trained_and_nothing_else(tmp_path: Path) -> None:
     sides = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 2 * (4096 + 14336) + (14336 + 4096)
     assert shape.trained == shape.kinds["adapters"] == 2 * 16 * sides
     assert shape.frozen == shape.parameters == shape_of(config).parameters
+
+
+def test_of_a_critic_with_adapters_the_head_is_trained_too(tmp_path: Path) -> None:
+    config = read_config(write("Mistral-7B-v0.1", tmp_path, num_hidden_layers=2))
+    adapters = shape_of(config, LoraConfig(rank=16)).trained
+    assert shape_of(config, AdapterConfig(rank=16), with_one_output).trained == adapters + 4096
 
 
 @pytest.mark.parametrize("model", [qwen3, gpt2, mixture], ids=["qwen3", "gpt2", "mixture"])

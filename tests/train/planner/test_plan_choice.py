@@ -148,6 +148,18 @@ def test_a_critic_is_held_beside_the_policy(qwen: Path) -> None:
     )
 
 
+def test_a_critic_of_adapters_holds_its_body_frozen_and_trains_a_fraction(tmp_path: Path) -> None:
+    few_layers = read_config(write("Qwen2.5-7B", tmp_path, num_hidden_layers=2))
+    models = {}
+    for name, lora in {"whole": None, "adapted": {"rank": 16}}.items():
+        settings = config(ranks=8, algorithm={"name": "ppo", "critic": {"lora": lora}})
+        models[name] = plan(settings, models_of(few_layers, settings, "cuda"), parse_gpus("8x80GB"), WORK).phases[-1]
+    whole, adapted = (models[name].memory for name in ("whole", "adapted"))
+    assert adapted["critic weights"] == pytest.approx(whole["critic weights"] / 2, rel=0.05)  # bfloat16, not float32
+    assert adapted["critic optimizer"] < 0.05 * whole["critic optimizer"]
+    assert adapted["actor optimizer"] == whole["actor optimizer"]
+
+
 def test_separate_pools_do_not_share_memory_and_must_fit_the_devices(models: Models) -> None:
     pools = {"pools": {"training": {"ranks": 6}, "sampling": {"ranks": 2}}, "rollout": "sampling"}
     on = {"actor": "training", "reference": "training"}

@@ -84,6 +84,7 @@ _MUON: Final[dict[str, Any]] = {"optimizer": {"name": "muon"}}
 _SGD: Final[dict[str, Any]] = {"optimizer": {"name": "sgd", "momentum": 0.9}}
 _KEPT: Final[dict[str, Any]] = {"fsdp": {"reshard_after_forward": False}}
 _PPO: Final[dict[str, Any]] = {"algorithm": {"name": "ppo"}}
+_PPO_LORA: Final[dict[str, Any]] = _LORA | {"algorithm": {"name": "ppo", "critic": {"lora": {"rank": 8}}}}
 CASES: Final[list[tuple[str, int, dict[str, Any]]]] = [
     ("qwen3-2M", 1, _ONE),
     ("qwen3-2M", 2, _PARTS),
@@ -92,6 +93,7 @@ CASES: Final[list[tuple[str, int, dict[str, Any]]]] = [
     ("llama-9M", 1, _PARTS | _LORA),
     ("llama-9M", 2, _ONE | {"dtype": "float32"}),
     ("llama-9M", 2, _PARTS | _PPO),
+    ("llama-9M", 2, _PARTS | _PPO_LORA),
     ("gemma2-7M", 1, _ONE),
     ("gemma2-7M", 2, _REDUCED | _RECOMPUTED),
     ("gpt2-7M", 1, _PARTS),
