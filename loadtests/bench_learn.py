@@ -158,7 +158,7 @@ class Bench:
         self.runs += 1
         name = f"{side}-{self.runs}"
         command = self.our_command(name, settings, seed) if side == "millrace" else self.trl_command(settings, seed)
-        found = measured(command, self.folder / name, budget)
+        found = measured(command, self.home, self.folder / name, budget)
         found |= {"side": side, "seed": seed, "settings": settings}
         print(json.dumps(found), flush=True)
         return found
@@ -202,8 +202,11 @@ def write_lines(file: Path, rows: Iterable[dict[str, str]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def measured(command: list[str], folder: Path, budget: int) -> dict[str, Any]:
-    """Run a training until it has reached the target or the budget. Raises SystemExit if it ends by itself before."""
+def measured(command: list[str], cwd: Path, folder: Path, budget: int) -> dict[str, Any]:
+    """Run a training until it has reached the target or the budget, and leave what it says in a new folder.
+
+    Raises SystemExit if it ends by itself before.
+    """
     folder.mkdir()
     log, lines, began = folder / "log", folder / "curve.jsonl", time.time()
     with log.open("wb") as output:
@@ -211,7 +214,7 @@ def measured(command: list[str], folder: Path, budget: int) -> dict[str, Any]:
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=folder,
+            cwd=cwd,
             env=os.environ | {"BENCH_CURVE": str(lines), "TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,
         )

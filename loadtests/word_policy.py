@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from loadtests import words
 
-STEPS: Final = 500
-BATCH: Final = 64
-LEARNING_RATE: Final = 3e-3
-MUON_LEARNING_RATE: Final = 0.01
+STEPS: Final = 400
+BATCH: Final = 96
+LEARNING_RATE: Final = 2e-3
+MUON_LEARNING_RATE: Final = 0.005
 PAD: Final = "<pad>"
 END: Final = "<eos>"
 CONTEXT: Final = 64

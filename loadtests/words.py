@@ -1,7 +1,7 @@
 """The task of ``make bench-learn``: eight verbs of unequal difficulty, each with a right answer and wrong ones.
 
-A prompt is a verb and a word of ten letters, ``T abcdefghij>``. The policy to start from (``loadtests.word_policy``) has
-seen right answers and wrong ones: of a verb's demonstrations between 90 % and 4 % are right. So it knows all of the
+A prompt is a verb and a word of eight letters, ``T abcdefgh>``. The policy to start from (``loadtests.word_policy``)
+has seen right answers and wrong ones: of a verb's demonstrations between 90 % and 8 % are right. So it knows all of the
 right answers, and its greedy ones are right for the easy verbs alone, as a pretrained model's are on a benchmark that
 it solves in part. This file stands alone: it is read by both sides, and as a module of a home.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 LETTERS: Final = "abcdefghijklmnop"
-LENGTH: Final = 10
-MAX_TOKENS: Final = 12
+LENGTH: Final = 8
+MAX_TOKENS: Final = 8
 """Of the longest answer, the end and one more."""
 TASK_SEED: Final = 5
 HELD_OUT: Final = 256
@@ -35,14 +35,14 @@ class Verb:
 
 
 VERBS: Final[dict[str, Verb]] = {
-    "F": Verb(lambda w: w[:5], lambda w: w[5:], 0.9),
-    "L": Verb(lambda w: w[5:], lambda w: w[:5], 0.9),
+    "F": Verb(lambda w: w[:4], lambda w: w[4:], 0.9),
+    "L": Verb(lambda w: w[4:], lambda w: w[:4], 0.9),
     "O": Verb(lambda w: w[::2], lambda w: w[1::2], 0.9),
-    "M": Verb(lambda w: w[2:-2], lambda w: w[2:], 0.2),
-    "N": Verb(lambda w: w[1:-1], lambda w: w[1:], 0.2),
-    "T": Verb(lambda w: w[1::2], lambda w: w[::2], 0.2),
-    "B": Verb(lambda w: w[3:], lambda w: w[:3], 0.04),
-    "A": Verb(lambda w: w[:7], lambda w: w[:8], 0.04),
+    "M": Verb(lambda w: w[2:-2], lambda w: w[2:], 0.25),
+    "N": Verb(lambda w: w[1:-1], lambda w: w[1:], 0.25),
+    "T": Verb(lambda w: w[1::2], lambda w: w[::2], 0.25),
+    "B": Verb(lambda w: w[3:], lambda w: w[:3], 0.08),
+    "A": Verb(lambda w: w[:5], lambda w: w[:6], 0.08),
 }
 
 
