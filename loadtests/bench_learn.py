@@ -13,10 +13,9 @@ comes before, from the start of the process. A run that samples ``BUDGET`` respo
 it counts with the budget and the seconds that it took for it, which are too few. The ratios are of the geometric means
 over seeds, Millrace over TRL; their 95 % intervals are from a bootstrap that draws seeds of each side by themselves.
 
-Each side has its best settings out of a grid of twelve (``GRIDS``), found with a seed that is not among those measured:
-those with the least product of samples and seconds. ``--grid`` searches anew, first; a run of the search ends when it
-has sampled twice as many responses as the best one before it. TRL's other settings are its defaults (loss dapo, beta 0,
-AdamW), but for a constant learning rate; Millrace has no KL term either, and GRPO as the algorithm.
+Each side has, for either figure, its best settings out of a grid of eighteen (``GRIDS``), found with a seed that is not
+among those measured (``SEARCH_SEED``): so TRL's fewest samples are compared with, and its fewest seconds, though it has
+them with other settings. ``--grid`` searches anew, first.
 The last line is one JSON object.
 """
 
@@ -56,6 +55,11 @@ RUN_TIMEOUT_S: Final = 900.0
 SEARCH_SEED: Final = 100
 BARS: Final = {"samples_over_trl": 0.8, "seconds_over_trl": 0.5}
 RESAMPLES: Final = 10_000
+FIGURES: Final = ("samples", "seconds", "seconds_with_start")
+LEAST: Final = 1e-3
+"""In place of 0, of a policy that needs no training."""
+SEARCHED: Final = 4
+"""A run of the search ends when it has sampled this many times as many responses as the best one before it."""
 HOOK: Final = """
 from learning_curve import Curve
 from train.observe.hooks import Hook
@@ -73,21 +77,28 @@ class Measured(Hook):
 Settings = dict[str, Any]
 GRIDS: Final[dict[str, dict[str, list[Any]]]] = {
     "millrace": {
-        "optimizer.name": ["muon", "adamw"],
-        "optimizer.learning_rate": [1e-3, 5e-4, 2e-3],
-        "data.curriculum": ['{"low": null}', "null"],
+        "optimizer.learning_rate": [5e-4, 1e-3, 2e-3],
+        "samples_per_step": [64, 128],
+        "epochs": [1, 2, 4],
     },
     "trl": {
-        "learning_rate": [3e-4, 1.5e-4, 6e-4],
+        "learning_rate": [7.5e-5, 1.5e-4, 3e-4],
         "samples_per_step": [64, 128],
-        "num_iterations": [1, 2],
+        "num_iterations": [1, 2, 4],
     },
 }
-"""Settings that are searched, by side: all combinations."""
-CHOSEN: Final[dict[str, Settings]] = {
-    "millrace": {"optimizer.name": "muon", "optimizer.learning_rate": 1e-3, "data.curriculum": '{"low": null}'},
-    "trl": {"learning_rate": 3e-4, "samples_per_step": 64, "num_iterations": 1},
+"""Settings that are searched, by side: all combinations. ``epochs`` and ``num_iterations``: passes over a step's samples."""
+CHOSEN: Final[dict[str, dict[str, Settings]]] = {
+    "millrace": {
+        "samples": {"optimizer.learning_rate": 1e-3, "samples_per_step": 64, "epochs": 1},
+        "seconds": {"optimizer.learning_rate": 1e-3, "samples_per_step": 64, "epochs": 1},
+    },
+    "trl": {
+        "samples": {"learning_rate": 7.5e-5, "samples_per_step": 64, "num_iterations": 4},
+        "seconds": {"learning_rate": 1.5e-4, "samples_per_step": 128, "num_iterations": 1},
+    },
 }
+"""The best of them by side, for fewest samples and for fewest seconds."""
 
 
 class Point(NamedTuple):
@@ -164,7 +175,7 @@ class Bench:
         return found
 
     def our_command(self, name: str, settings: Settings, seed: int) -> list[str]:
-        samples = settings.get("samples_per_step", 64)
+        samples = settings["samples_per_step"]
         how = {
             "seed": seed,
             "steps": 100_000,
@@ -179,6 +190,7 @@ class Bench:
             "checkpoint.every_steps": "null",
             "algorithm.name": "grpo",
             "algorithm.group_size": GROUP,
+            "optimizer.name": "muon",
             "optimizer.warmup_steps": 0,
             "rollout.max_tokens": words.MAX_TOKENS,
             "rollout.max_model_len": 32,
@@ -262,34 +274,42 @@ def combinations(grid: dict[str, list[Any]]) -> list[Settings]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def search(bench: Bench, side: str) -> tuple[Settings, list[dict[str, Any]]]:
-    """The best settings of a side's grid, and all runs."""
+def distinct(settings: Iterable[Settings]) -> list[Settings]:
+    """Each once, in order."""
+    return [json.loads(text) for text in dict.fromkeys(json.dumps(each) for each in settings)]
+
+
+def search(bench: Bench, side: str) -> tuple[dict[str, Settings], list[dict[str, Any]]]:
+    """The best settings of a side's grid for either figure, and all runs."""
     runs: list[dict[str, Any]] = []
     for settings in combinations(GRIDS[side]):
         best = min((found["samples"] for found in runs), default=BUDGET)
-        runs.append(bench.measure(side, settings, seed=SEARCH_SEED, budget=min(BUDGET, 2 * best)))
+        runs.append(bench.measure(side, settings, seed=SEARCH_SEED, budget=min(BUDGET, SEARCHED * best)))
     there = [found for found in runs if not found["censored"]]
     if not there:
         raise SystemExit(f"{side}: no settings of the grid got to {TARGET:.0%} in {BUDGET} samples")
-    return min(there, key=lambda found: found["samples"] * found["seconds"])["settings"], runs
+    return {of: min(there, key=lambda found: found[of])["settings"] for of in ("samples", "seconds")}, runs
 
 
-def figures(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The ratios of the two sides' runs, with their intervals, and whether they meet the bars."""
-    by_side = {side: [found for found in runs if found["side"] == side] for side in GRIDS}
-    found: dict[str, Any] = {}
-    bars = {}
-    for of in ("samples", "seconds", "seconds_with_start"):
-        ratio = ratio_of_means(*([max(run[of], 1e-3) for run in by_side[side]] for side in ("millrace", "trl")))
+def figures(runs: Sequence[dict[str, Any]], chosen: dict[str, dict[str, Settings]]) -> dict[str, Any]:
+    """The ratios, each of both sides' runs with their best settings for it, and whether they meet the bars."""
+    found: dict[str, Any] = {"bars": {}, "geometric_means": {}, "censored": {}}
+    for of in FIGURES:
+        best_for = "samples" if of == "samples" else "seconds"
+        sides = {
+            side: [run for run in runs if run["side"] == side and run["settings"] == chosen[side][best_for]]
+            for side in GRIDS
+        }
+        ratio = ratio_of_means(*([max(run[of], LEAST) for run in sides[side]] for side in ("millrace", "trl")))
         found |= {f"{of}_over_trl": round(ratio.value, 3), f"{of}_interval": ratio.interval()}
         if (bar := BARS.get(f"{of}_over_trl")) is not None:
-            bars[f"{of}_over_trl"] = {"bar": f"at most {bar:g}", "judged": ratio.judge("at most", bar)}
-    means = {
-        side: {of: round(statistics.geometric_mean(run[of] for run in of_side), 1) for of in ("samples", "seconds")}
-        for side, of_side in by_side.items()
-    }
-    censored = {side: sum(run["censored"] for run in of_side) for side, of_side in by_side.items()}
-    return found | {"bars": bars, "geometric_means": means, "censored": censored}
+            found["bars"][f"{of}_over_trl"] = {"bar": f"at most {bar:g}", "judged": ratio.judge("at most", bar)}
+        found["geometric_means"][of] = {
+            side: round(statistics.geometric_mean(max(run[of], LEAST) for run in of_side), 2)
+            for side, of_side in sides.items()
+        }
+        found["censored"][of] = {side: sum(run["censored"] for run in of_side) for side, of_side in sides.items()}
+    return found
 
 
 def main() -> None:
@@ -313,10 +333,11 @@ def main() -> None:
         runs = []
         for seed in range(options.seeds):
             for side in GRIDS if seed % 2 == 0 else reversed(GRIDS):
-                runs.append(bench.measure(side, chosen[side], seed=seed, budget=BUDGET))
-    of = ("samples", "seconds", "seconds_with_start", "censored", "seed", "side")
-    shown = [{name: run[name] for name in of} for run in runs]
-    print(json.dumps((figures(runs) if runs else {}) | {"chosen": chosen, "grids": GRIDS, "runs": shown}))
+                for settings in distinct(chosen[side].values()):
+                    runs.append(bench.measure(side, settings, seed=seed, budget=BUDGET))
+    shown = [{name: value for name, value in run.items() if name != "accuracies"} for run in runs]
+    found = figures(runs, chosen) if runs else {}
+    print(json.dumps(found | {"chosen": chosen, "grids": GRIDS, "runs": shown}))
 
 
 if __name__ == "__main__":

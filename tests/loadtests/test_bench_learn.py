@@ -6,6 +6,7 @@ import json
 import math
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,26 +62,34 @@ def test_the_interval_of_a_bootstrap_is_that_of_the_normal_distribution_where_va
     assert math.log(found.value / found.low) == pytest.approx(half, rel=0.1)
 
 
-def test_figures_judge_bars_by_intervals_and_count_what_was_censored() -> None:
-    def run(side: str, samples: int, seconds: float, *, censored: bool = False) -> dict[str, object]:
-        return {"side": side, "samples": samples, "seconds": seconds, "seconds_with_start": seconds + 10.0} | {
-            "censored": censored
-        }
+def test_each_figure_is_of_the_settings_that_are_best_for_it_and_censored_runs_are_counted() -> None:
+    chosen = {
+        "millrace": {"samples": {"rate": 1}, "seconds": {"rate": 1}},
+        "trl": {"samples": {"rate": 2}, "seconds": {"rate": 3}},
+    }
 
-    found = figures(
-        [
-            run("millrace", 100, 10.0),
-            run("millrace", 110, 10.0),
-            run("trl", 200, 12.0),
-            run("trl", 300, 40.0, censored=True),
-        ]
-    )
+    def run(side: str, rate: int, samples: int, seconds: float, *, censored: bool = False) -> dict[str, Any]:
+        of = {"samples": samples, "seconds": seconds, "seconds_with_start": seconds + 10.0, "censored": censored}
+        return {"side": side, "settings": {"rate": rate}, **of}
+
+    runs = [run("millrace", 1, 100, 10.0), run("millrace", 1, 110, 10.0)]
+    runs += [run("trl", 2, 200, 999.0), run("trl", 2, 300, 999.0, censored=True)]
+    runs += [run("trl", 3, 999, 12.0), run("trl", 3, 999, 40.0)]
+    found = figures(runs, chosen)
     assert found["samples_over_trl"] == pytest.approx(math.sqrt(100 * 110 / 200 / 300), abs=1e-3)
-    assert found["samples_interval"] == [pytest.approx(100 / 300, abs=1e-3), pytest.approx(110 / 200, abs=1e-3)]
+    assert found["samples_interval"] == pytest.approx([100 / 300, 110 / 200], abs=1e-3)
+    assert found["seconds_over_trl"] == pytest.approx(10 / math.sqrt(12 * 40), abs=1e-3)
+    assert found["seconds_with_start_over_trl"] == pytest.approx(20 / math.sqrt(22 * 50), abs=1e-3)
     assert found["bars"]["samples_over_trl"]["judged"] == "met"
     assert found["bars"]["seconds_over_trl"]["judged"] == "undecided"
-    assert found["censored"] == {"millrace": 0, "trl": 1}
+    assert found["censored"]["samples"] == {"millrace": 0, "trl": 1}
+    assert found["censored"]["seconds"] == {"millrace": 0, "trl": 0}
     json.dumps(found, allow_nan=False)
+
+
+def test_settings_that_are_best_for_both_figures_are_run_once() -> None:
+    assert bench_learn.distinct([{"rate": 1}, {"rate": 1}]) == [{"rate": 1}]
+    assert bench_learn.distinct([{"rate": 2}, {"rate": 1}]) == [{"rate": 2}, {"rate": 1}]
 
 
 def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
@@ -93,7 +102,7 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
 def test_both_sides_search_grids_of_one_size_that_hold_what_was_chosen() -> None:
     grids = {side: bench_learn.combinations(grid) for side, grid in bench_learn.GRIDS.items()}
     assert len(grids["millrace"]) == len(grids["trl"])
-    assert all(bench_learn.CHOSEN[side] in grid for side, grid in grids.items())
+    assert all(of in grid for side, grid in grids.items() for of in bench_learn.CHOSEN[side].values())
 
 
 def test_prompts_of_training_held_out_ones_and_the_corpus_share_none() -> None:
@@ -104,6 +113,7 @@ def test_prompts_of_training_held_out_ones_and_the_corpus_share_none() -> None:
 
 
 def test_only_the_right_answer_is_right() -> None:
-    assert words.is_right("N abcdefghij>", "bcdefghi")
-    assert not words.is_right("N abcdefghij>", "bcdefghij")
-    assert all(len(verb.right("abcdefghij")) < words.MAX_TOKENS for verb in words.VERBS.values())
+    assert words.is_right("N abcdefgh>", "bcdefg")
+    assert not words.is_right("N abcdefgh>", "bcdefgh")
+    word = words.LETTERS[: words.LENGTH]
+    assert all(len(verb.right(word)) < words.MAX_TOKENS for verb in words.VERBS.values())
