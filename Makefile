@@ -86,7 +86,7 @@ bench-reshard: setup   ## measure how weights get from training to generation; t
 bench-train: setup     ## measure whole GRPO steps against TRL's; installs TRL in runs/trl; the last line is JSON
 	$(BIN)/python -m loadtests.bench_train $(ARGS)
 
-bench-learn: setup     ## measure samples and seconds to 80 % held-out accuracy against TRL's GRPO: about 30 minutes; installs TRL in runs/trl; the last line is JSON
+bench-learn: setup     ## measure samples and seconds to 80 % held-out accuracy against TRL's GRPO: about 20 minutes; installs TRL in runs/trl; the last line is JSON
 	$(BIN)/python -m loadtests.bench_learn $(ARGS)
 
 bench-async: setup     ## measure responses that go on while training learns against waiting for them: about 10 minutes; the last line is JSON

@@ -87,10 +87,10 @@ GRIDS: Final[dict[str, dict[str, list[Any]]]] = {
         "num_iterations": [1, 2, 4],
     },
 }
-"""Settings that are searched, by side: all combinations. ``epochs`` and ``num_iterations``: passes over a step's samples."""
+"""Settings that are searched, by side: all combinations. Epochs, or iterations, are passes over what a step sampled."""
 CHOSEN: Final[dict[str, dict[str, Settings]]] = {
     "millrace": {
-        "samples": {"optimizer.learning_rate": 1e-3, "samples_per_step": 64, "epochs": 1},
+        "samples": {"optimizer.learning_rate": 5e-4, "samples_per_step": 128, "epochs": 4},
         "seconds": {"optimizer.learning_rate": 1e-3, "samples_per_step": 64, "epochs": 1},
     },
     "trl": {
