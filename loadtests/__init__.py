@@ -20,7 +20,9 @@ What is measured: ``bench_capture`` (the data plane), ``bench_console`` (what th
 ``bench_serve`` (against vLLM's own server), ``bench_start`` (how long both take to start), ``bench_swap`` (swaps under
 streaming clients), ``bench_loop`` (from a thumb to the policy that learned from it) with ``letters`` (its users'
 taste), ``bench_reshard`` (weight sync by plan against gathering), ``bench_train`` (GRPO steps against TRL's) with
-``trl_grpo`` (TRL's side of it), ``bench_async`` (what responses that go on while training learns save) with
+``trl_grpo`` (TRL's side of it), ``bench_learn`` (samples and seconds to an accuracy against TRL's) with ``words`` (its
+task), ``word_policy`` (what both start from), ``trl_words`` (TRL's side) and ``learning_curve`` (what either says as it
+goes), ``bench_async`` (what responses that go on while training learns save) with
 ``countdown`` (a model whose responses differ in length), ``bench_traffic`` (what a run's driver reads of a large lake),
 ``bench_gpu`` (some of these on a machine with GPUs).
 """
