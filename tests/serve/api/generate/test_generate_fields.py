@@ -75,7 +75,7 @@ def test_a_stop_token_ends_a_response_and_is_its_last_token_but_not_its_text(ser
 
 def test_a_plain_request_whose_client_leaves_has_a_row_with_the_tokens_so_far(server):
     # One response without stop texts: the engine keeps its tokens until it is told to hand them over.
-    for number, patience_s in enumerate(5 * (0.4, 0.6, 0.8, 1.6, 3.2)):  # until it is left within its tokens
+    for number, patience_s in enumerate(5 * (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)):  # until within its tokens
         body, before = {"prompt": "gone", "max_tokens": 240, "user": f"left-early-{number}"}, server.outcomes()
         with suppress(httpx.ReadTimeout):
             httpx.post(f"{server.url}/generate", json=body, timeout=httpx.Timeout(60, read=patience_s))
