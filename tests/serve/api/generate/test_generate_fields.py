@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.api.generate.test_generate_stream import outcomes_since, streamed
+from tests.serve.api.generate.test_generate_stream import left_requests, streamed
 from tests.serve.conftest import LiveServer, reference_logprobs
 
 CLOSE = 2e-3  # nats, between vLLM and transformers in float32
@@ -75,12 +74,7 @@ def test_a_stop_token_ends_a_response_and_is_its_last_token_but_not_its_text(ser
 
 def test_a_plain_request_whose_client_leaves_has_a_row_with_the_tokens_so_far(server):
     # One response without stop texts: the engine keeps its tokens until it is told to hand them over.
-    for number, patience_s in enumerate(5 * (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)):  # until within its tokens
-        body, before = {"prompt": "gone", "max_tokens": 240, "user": f"left-early-{number}"}, server.outcomes()
-        with suppress(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/generate", json=body, timeout=httpx.Timeout(60, read=patience_s))
-        [outcome] = outcomes_since(server, before)
-        rows = server.rows("interactions", f"\"user\" = 'left-early-{number}'")
+    for outcome, rows in left_requests(server, {"prompt": "gone", "max_tokens": 240}):
         if not rows:  # a busy server had not read the request yet
             assert outcome == "left"
             continue

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import threading
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 
@@ -81,6 +84,29 @@ def outcomes_since(server: Any, before: dict[str, int]) -> dict[str, int]:
     while (after := server.outcomes()) == before and time.monotonic() < deadline:
         time.sleep(0.05)
     return {name: after[name] - before[name] for name in after if after[name] != before[name]}
+
+
+def left_requests(server: Any, body: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """What plain requests that their clients leave at ever later times come to, each with its rows.
+
+    The engine stands still when they are left, so that on a quick machine too some are left while they are made.
+    """
+    below = psutil.Process(server.process.pid).children(recursive=True)
+    (engine,) = (one for one in below if "EngineCore" in " ".join(one.cmdline()))
+    for begun_s in 6 * (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64):
+        user, before = f"left-{uuid.uuid4().hex}", server.outcomes()
+        stop = threading.Timer(begun_s, engine.suspend)
+        stop.start()
+        try:
+            with contextlib.suppress(httpx.ReadTimeout):
+                timeout = httpx.Timeout(60, read=begun_s + 0.3)
+                httpx.post(f"{server.url}/generate", json=body | {"user": user}, timeout=timeout)
+        finally:
+            stop.join()
+            engine.resume()
+        [(outcome, count)] = outcomes_since(server, before).items()
+        assert (outcome in ("left", "complete"), count) == (True, 1)
+        yield outcome, server.rows("interactions", f"\"user\" = '{user}'")
 
 
 def wait_for_outcome(server: Any, before: dict[str, int], outcome: str) -> None:
