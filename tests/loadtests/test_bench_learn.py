@@ -87,6 +87,34 @@ def test_each_figure_is_of_the_settings_that_are_best_for_it_and_censored_runs_a
     json.dumps(found, allow_nan=False)
 
 
+def searched(rate: int, seed: int, samples: int, seconds: float, *, censored: bool = False) -> dict[str, Any]:
+    return {"settings": {"rate": rate}, "seed": seed, "samples": samples, "seconds": seconds, "censored": censored}
+
+
+def test_the_search_goes_on_with_the_best_few_for_either_figure_that_got_there() -> None:
+    runs = [searched(rate, 100, 100 * rate, 10.0 / rate, censored=rate == 1) for rate in range(1, 6)]
+    assert bench_learn.finalists(runs, "samples") == [{"rate": 2}, {"rate": 3}, {"rate": 4}]
+    assert bench_learn.finalists(runs, "seconds") == [{"rate": 5}, {"rate": 4}, {"rate": 3}]
+
+
+def test_settings_are_chosen_by_the_geometric_mean_over_the_seeds_of_the_search() -> None:
+    first = [
+        searched(1, 100, 50, 9.0),
+        searched(2, 100, 100, 2.0),
+        searched(3, 100, 300, 1.0),
+        searched(4, 100, 60, 1.0),
+    ]
+    second = [searched(2, 101, 400, 2.0), searched(3, 101, 100, 3.0), searched(4, 101, 60, 1.0, censored=True)]
+    assert bench_learn.best_settings(first + second, "samples") == {"rate": 3}  # 300 * 100 < 100 * 400
+    assert bench_learn.best_settings(first + second, "seconds") == {"rate": 3}
+    assert bench_learn.best_settings(first, "samples") == {"rate": 1}
+
+
+def test_a_search_whose_settings_all_failed_with_some_seed_chooses_none() -> None:
+    with pytest.raises(SystemExit, match="no settings got to 80%"):
+        bench_learn.best_settings([searched(1, 100, 50, 1.0), searched(1, 101, 50, 1.0, censored=True)], "samples")
+
+
 def test_settings_that_are_best_for_both_figures_are_run_once() -> None:
     assert bench_learn.distinct([{"rate": 1}, {"rate": 1}]) == [{"rate": 1}]
     assert bench_learn.distinct([{"rate": 2}, {"rate": 1}]) == [{"rate": 2}, {"rate": 1}]
