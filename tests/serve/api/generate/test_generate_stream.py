@@ -86,7 +86,9 @@ def outcomes_since(server: Any, before: dict[str, int]) -> dict[str, int]:
     return {name: after[name] - before[name] for name in after if after[name] != before[name]}
 
 
-def left_requests(server: Any, body: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def left_requests(
+    server: Any, body: dict[str, Any], path: str = "/generate"
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """What plain requests that their clients leave at ever later times come to, each with its rows.
 
     The engine stands still when they are left, so that on a quick machine too some are left while they are made.
@@ -100,7 +102,7 @@ def left_requests(server: Any, body: dict[str, Any]) -> Iterator[tuple[str, list
         try:
             with contextlib.suppress(httpx.ReadTimeout):
                 timeout = httpx.Timeout(60, read=begun_s + 0.3)
-                httpx.post(f"{server.url}/generate", json=body | {"user": user}, timeout=timeout)
+                httpx.post(server.url + path, json=body | {"user": user}, timeout=timeout)
         finally:
             stop.join()
             engine.resume()
