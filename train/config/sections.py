@@ -55,7 +55,7 @@ class OptimizerConfig(Section):
     name: str = Field(
         "adamw",
         pattern=r"^(adamw|adamw_8bit|muon|sgd|[\w.]+:\w+)$",
-        description="adamw; adamw_8bit: AdamW whose moments take a quarter of the memory (needs torchao); muon: "
+        description="adamw; adamw_8bit: AdamW whose moments take a quarter of the memory (torchao's); muon: "
         "matrices inside the body by Muon, all else by AdamW; sgd; or module:name of a class or function of your own.",
     )
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")

@@ -43,6 +43,7 @@ from train.model.tensor_parallel import share_layers
 from train.model.ulysses import Ulysses, sequence_parallel_group
 
 if TYPE_CHECKING:
+    from train.config.fp8 import Fp8Config
     from train.config.sections import AdapterConfig, FsdpConfig
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ def build(
     dtype: torch.dtype,
     meshes: Meshes | None = None,
     options: FsdpConfig | None = None,
+    fp8: Fp8Config | None = None,
     activation_checkpointing: bool = False,
     lora: AdapterConfig | None = None,
     lora_setting: str = "train.lora",
@@ -88,6 +90,7 @@ def build(
         dtype: of parameters and activations in the forward and backward pass.
         meshes: the ranks to shard over; all, flat, if None.
         options: the defaults of the settings if None.
+        fp8: multiply in fp8, where ``training`` of it is set.
         lora: train adapters, and of the rest what is ``unstored`` alone; ``frozen``: nothing at all.
         lora_setting: what messages call ``lora``.
         make: builds the model from the policy's config.
@@ -95,7 +98,7 @@ def build(
 
     Raises:
         ValueError: no module is of the classes to shard by, the policy's weights don't fit its config, or ``lora``
-            fits no layer, or one that can't have an adapter.
+            fits no layer, or one that can't have an adapter; ``fp8`` can't be computed.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     meshes = meshes or make_meshes(device.type)
@@ -110,6 +113,11 @@ def build(
     choose_attention(model, options.attention, dtype, device)
     if meshes.sp is not None:
         share_sequences(model, meshes.sp, 1 if meshes.tp is None else meshes.tp.size())
+    if fp8 is not None and fp8.training is not None:
+        from train.model.float8 import convert_layers  # reads settings, as above
+
+        converted = convert_layers(decoder_layers(model, options.layers), fp8)
+        log_once(f"fp8 ({fp8.training}) in {type(model).__name__}: {', '.join(converted)}")
     if lora is not None:
         add_adapters(model, lora, whole=unstored, setting=lora_setting)
     if frozen:

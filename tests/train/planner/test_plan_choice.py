@@ -120,6 +120,17 @@ def test_a_critic_of_adapters_holds_its_body_frozen_and_trains_a_fraction(tmp_pa
     assert adapted["actor optimizer"] == whole["actor optimizer"]
 
 
+def test_an_engine_in_fp8_holds_a_byte_of_each_weight_of_its_linear_layers(qwen: Path) -> None:
+    models_ = {}
+    for rollout in (None, "fp8_per_channel"):
+        settings = config(ranks=8, fp8=rollout and {"rollout": rollout})
+        found = plan(settings, models_of(read_config(qwen), settings, "cuda"), parse_gpus("8x80GB"), WORK)
+        models_[rollout] = found.phases[0].memory["rollout weights"]
+    embeddings = 2 * 544_997_376  # and the output layer, in bfloat16
+    assert models_[None] == 2 * 7_615_616_512
+    assert models_["fp8_per_channel"] == pytest.approx(2 * embeddings + 7_615_616_512 - embeddings, rel=1e-3)
+
+
 def test_separate_pools_do_not_share_memory_and_must_fit_the_devices(models: Models) -> None:
     pools = {"pools": {"training": {"ranks": 6}, "sampling": {"ranks": 2}}, "rollout": "sampling"}
     on = {"actor": "training", "reference": "training"}
