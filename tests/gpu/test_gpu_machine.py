@@ -8,7 +8,7 @@ from tests.gpu.gpu_suite import DEVICE, gpu_test
 
 
 @gpu_test("part", "memory is what a process has resident", packages=("pydantic", "scipy", "duckdb"))
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_a_plan_predicts_the_memory_that_training_allocates(number: int) -> None:
     from deploy.examples.bench.training import plan
 

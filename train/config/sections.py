@@ -193,6 +193,11 @@ class AdapterConfig(Section):
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear", description="Names of the linear layers that get one; all-linear: all but the output layer."
     )
+    base: Literal["nf4"] | None = Field(
+        None,
+        description="What the frozen weights under the adapters are held in. nf4: 4 bits a value, by torchao (QLoRA); "
+        "null: as all that is frozen.",
+    )
 
 
 class LoraConfig(AdapterConfig):

@@ -310,6 +310,7 @@ class TrainConfig(Section):
             self.data = self.excluding(self.evaluate_suite, 0.0).data
         _backend_suits(self)
         _fp8_suits(self)
+        _adapters_suit(self)
         _placement_suits(self)
         _ranks_divide(self)
         _shares_are_prompts(self)
@@ -381,6 +382,32 @@ def _fp8_suits(config: TrainConfig) -> None:
             f"train.fp8.rollout={fp8.rollout} is vLLM's, and train.rollout.backend={config.rollout.backend} generates "
             "by the weights in training, in fp8 by train.fp8.training: set it to null"
         )
+
+
+def _adapters_suit(config: TrainConfig) -> None:
+    for setting, lora in (("train.lora", config.lora), ("train.algorithm.critic.lora", config.algorithm.critic.lora)):
+        if lora is None or lora.base is None:
+            continue
+        for other, value, possible, why in (
+            (
+                "train.fsdp.tensor_parallel",
+                config.fsdp.tensor_parallel,
+                1,
+                "can't be cut to share layers",
+            ),
+            ("train.fsdp.cpu_offload", config.fsdp.cpu_offload, False, "stay on their device"),
+            ("train.fsdp.compile_layers", config.fsdp.compile_layers, None, "are unpacked in what is not compiled"),
+            (
+                "train.fp8.training",
+                config.fp8 and config.fp8.training,
+                None,
+                "are unpacked to train.dtype",
+            ),
+        ):
+            if value != possible:
+                raise ValueError(
+                    f"{setting}.base={lora.base}: weights of 4 bits {why}; take out {other}={value}, or set it to null"
+                )
 
 
 def _placement_suits(config: TrainConfig) -> None:

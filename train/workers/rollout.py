@@ -39,8 +39,8 @@ from train.controller.worker import Worker
 from train.environments.engine_loop import Player, Start
 from train.environments.environment import EpisodePrompt
 from train.environments.episode_loop import Limits
-from train.model.float8 import require_fp8
 from train.model.hf_io import stored_in
+from train.model.low_precision.float8 import require_fp8
 from train.rollouts.request import Request, requests_of
 from train.rollouts.responses import Responses, Sampling, until_ended
 from train.weight_sync.gather import gather

@@ -18,9 +18,9 @@ from tests.train.tiny_models import mixture, own_part, qwen3, some_batch
 from train.config.fp8 import Fp8Config, fp8_unsupported
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
-from train.model.float8 import convert_layers
 from train.model.fsdp import build, skeleton, token_log_probs
 from train.model.hf_io import held, plain_name, stored_dtypes, whole_tensor
+from train.model.low_precision.float8 import convert_layers
 from train.workers.actor import ActorWorker
 from train.workers.critic import CriticWorker
 from train.workers.reference import ReferenceWorker
