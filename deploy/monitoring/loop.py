@@ -26,9 +26,9 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from deploy.config.root import Settings
+from deploy.gpus import gpus
 from deploy.loop import schedule
 from deploy.loop.records import CycleRecord
-from deploy.monitoring.gpu import gpus
 from deploy.monitoring.traffic import TrafficReader
 from deploy.notify.webhooks import failures
 from evaluation.decisions.history import History, hypothesis

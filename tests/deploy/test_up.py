@@ -18,9 +18,9 @@ import pytest
 from deploy import cli, initialise, memory_check, status
 from deploy.config import root
 from deploy.config.root import Settings, child_environment
+from deploy.gpus import Gpu
 from deploy.loop import promotion, records, wait_for_serving
 from deploy.loop.wait_for_serving import NotServed
-from deploy.monitoring.gpu import Gpu
 from deploy.supervise.children import millrace
 from deploy.up import switches
 from evaluation.decisions.ledger import Ledger

@@ -76,16 +76,16 @@ def test_slices_of_weights_arrive_from_two_ranks(tmp_path: Path, engine: int, tr
     require_resharded(2, engine, training, tmp_path)
 
 
-def require_turns(found: dict[str, Any]) -> None:
-    """What must hold of an engine that sleeps while its weights are trained."""
+def require_turns(found: dict[str, Any], wider: float = 1.0) -> None:
+    """What must hold of an engine that sleeps while its weights are trained. ``wider``: than bfloat16 differs."""
     assert found["same after sleep"], "the same weights must give the same tokens after a sleep"
     assert found["changed"], "an update must reach the engine"
     for name in ("mismatch", "mismatch after"):
         # bfloat16 has 8 bits: the same sums in another order differ by so much. On a CPU 0.037 and 0.18 were seen of
         # this model, whose random weights are large; what a GPU gives is not known yet.
-        assert found[name]["mean"] < 0.06, found
-        assert found[name]["most"] < 0.6, found
-        assert 0.97 < found[name]["ratio"] < 1.03, found
+        assert found[name]["mean"] < 0.06 * wider, found
+        assert found[name]["most"] < 0.6 * wider, found
+        assert abs(found[name]["ratio"] - 1) < min(0.03 * wider, 0.2), found
     assert found["moved"]["mean"] > 2 * found["mismatch after"]["mean"], "else the engine may have the old weights"
     if DEVICE == "cuda":
         assert found["free"]["asleep"] - found["free"]["awake"] > 2**26, "the KV cache and the weights are given back"
@@ -102,6 +102,14 @@ def test_an_engine_sleeps_while_its_weights_are_trained_and_generates_with_the_n
 @gpu_test("part", "as with one rank, and over gloo", devices=2, packages=VLLM)
 def test_an_engine_of_two_ranks_sleeps_and_wakes_alike(policy: Path) -> None:
     require_turns(in_torchrun(2, "tests.gpu.colocated_ranks", policy, 2))
+
+
+@gpu_test("part", "the numbers of fp8 are emulated, and nothing sleeps", packages=VLLM, capability=(8, 9))
+@pytest.mark.parametrize("training", [None, "rowwise", "tensorwise"])
+def test_an_engine_in_fp8_takes_new_weights_and_stays_near_to_training(policy: Path, training: str | None) -> None:
+    fp8 = {"training": training, "rollout": "fp8_per_channel", "emulate": DEVICE == "cpu"}
+    # Of large random weights fp8 differs most: on a CPU 0.35 nats a token were seen, and 0.54 with training in fp8 too.
+    require_turns(in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1, json.dumps(fp8)), wider=15)
 
 
 # ---------------------------------------------------------------------------------------- as a server's engine
@@ -194,7 +202,7 @@ def test_after_an_exchange_a_server_answers_as_one_that_was_started_on_the_new_p
     assert found[1] != found[2]
 
 
-@gpu_test("no", "vLLM has no fp8 kernels for one", packages=VLLM, capability=(8, 9))
+@gpu_test("no", "policies here are float32, which vLLM does not quantize", packages=VLLM, capability=(8, 9))
 def test_fp8_generation_is_close_to_bfloat16_and_takes_new_weights(store: Any) -> None:
     async def swapped(swapper: Any) -> Any:
         before = await answers(swapper)
@@ -205,7 +213,7 @@ def test_fp8_generation_is_close_to_bfloat16_and_takes_new_weights(store: Any) -
 
     of_both = {
         name: on_server(store, 1, swapped, eager=True, swap={"in_place": True}, **extra)
-        for name, extra in {"bfloat16": {}, "fp8": {"quantization": "fp8"}}.items()
+        for name, extra in {"bfloat16": {}, "fp8": {"quantization": "fp8_per_channel"}}.items()
     }
     for exact, found in zip(of_both["bfloat16"], of_both["fp8"], strict=True):
         for (_, expected), (_, log_probs) in zip(exact, found, strict=True):

@@ -8,7 +8,7 @@ from tests.gpu.gpu_suite import DEVICE, gpu_test
 
 
 @gpu_test("part", "memory is what a process has resident", packages=("pydantic", "scipy", "duckdb"))
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_a_plan_predicts_the_memory_that_training_allocates(number: int) -> None:
     from deploy.examples.bench.training import plan
 
@@ -24,7 +24,7 @@ def test_a_plan_predicts_the_memory_that_training_allocates(number: int) -> None
 def test_the_drivers_numbers_are_those_that_torch_reports() -> None:
     import torch
 
-    from deploy.monitoring.gpu import gpus
+    from deploy.gpus import gpus
 
     for gpu in gpus()[:1]:
         free, total = torch.cuda.mem_get_info(gpu.index)

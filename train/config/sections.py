@@ -55,7 +55,7 @@ class OptimizerConfig(Section):
     name: str = Field(
         "adamw",
         pattern=r"^(adamw|adamw_8bit|muon|sgd|[\w.]+:\w+)$",
-        description="adamw; adamw_8bit: AdamW whose moments take a quarter of the memory (needs torchao); muon: "
+        description="adamw; adamw_8bit: AdamW whose moments take a quarter of the memory (torchao's); muon: "
         "matrices inside the body by Muon, all else by AdamW; sgd; or module:name of a class or function of your own.",
     )
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
@@ -192,6 +192,11 @@ class AdapterConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of an adapter's input, in training.")
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear", description="Names of the linear layers that get one; all-linear: all but the output layer."
+    )
+    base: Literal["nf4"] | None = Field(
+        None,
+        description="What the frozen weights under the adapters are held in. nf4: 4 bits a value, by torchao (QLoRA); "
+        "null: as all that is frozen.",
     )
 
 

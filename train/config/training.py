@@ -13,6 +13,7 @@ from feedback.settings_base import Address, Section
 from serve.config import MemoryCheck
 from train.config.algorithms import ANY_SUPPORT, BEST_OF_N, DISTILL, GROUPED, ONLINE_DPO, REWARD_MODEL, AlgorithmConfig
 from train.config.environment import EnvironmentConfig
+from train.config.fp8 import Fp8Config
 from train.config.placement import PlacementConfig
 from train.config.sections import (
     CheckpointConfig,
@@ -36,6 +37,7 @@ _OF_ANY_RUN: Final = (
         "ranks",
         "threads_per_rank",
         "dtype",
+        "fp8",
         "micro_batch_tokens",
         "activation_checkpointing",
         "seed",
@@ -64,6 +66,7 @@ class TrainConfig(Section):
     )
     threads_per_rank: int = Field(1, ge=1, description="CPU threads of each worker process.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Compute type; master weights are float32.")
+    fp8: Fp8Config | None = Field(None, description="Multiply in fp8, in training, generation or both.")
     steps: int = Field(20, ge=1, description="Steps in one run.")
     minibatches: int = Field(1, ge=1, description="Parts of a step's batch, each of which is an optimizer step.")
     epochs: int = Field(1, ge=1, description="Passes over a step's minibatches; ratios are to the policy before them.")
@@ -206,7 +209,7 @@ class TrainConfig(Section):
 
     def of_reward_model(self) -> TrainConfig:
         """The settings of a run that trains a reward model: ``train.reward_model``, and the machine's part of these."""
-        own = self.reward_model
+        own, sampling = self.reward_model, {"rollout": None}
         model = self.model.model_copy(update={"class_name": None})  # it is transformers' own, of the policy's body
         data = {
             "prompts_per_step": own.items_per_step,
@@ -218,6 +221,7 @@ class TrainConfig(Section):
         }
         return TrainConfig.model_validate(
             {name: getattr(self, name) for name in _OF_ANY_RUN}
+            | {"fp8": None if self.fp8 is None or self.fp8.training is None else self.fp8.model_copy(update=sampling)}
             | {"reward_model": own, "steps": own.steps, "data": data, "model": model}
             | {"algorithm": {"name": REWARD_MODEL, "vote_noise": own.vote_noise}}
             | {"optimizer": self.optimizer.model_copy(update={"learning_rate": own.learning_rate})}
@@ -305,6 +309,8 @@ class TrainConfig(Section):
         if self.evaluate_suite is not None:
             self.data = self.excluding(self.evaluate_suite, 0.0).data
         _backend_suits(self)
+        _fp8_suits(self)
+        _adapters_suit(self)
         _placement_suits(self)
         _ranks_divide(self)
         _shares_are_prompts(self)
@@ -355,6 +361,53 @@ def _backend_suits(config: TrainConfig) -> None:
             raise ValueError(
                 f"train.rollout.backend=hf {why}: take out {setting}={value}, or set train.rollout.backend to vllm"
             )
+
+
+def _fp8_suits(config: TrainConfig) -> None:
+    fp8 = config.fp8
+    if fp8 is None:
+        return
+    if config.dtype != "bfloat16":
+        raise ValueError(
+            f"{fp8.asked_for} rounds what is bfloat16, and train.dtype={config.dtype}: set train.dtype to bfloat16, or "
+            "train.fp8 to null"
+        )
+    if fp8.training is not None and config.fsdp.tensor_parallel > 1:
+        raise ValueError(
+            f"train.fp8.training={fp8.training} multiplies in whole layers, and train.fsdp.tensor_parallel="
+            f"{config.fsdp.tensor_parallel} shares them: set either to null or 1"
+        )
+    if fp8.rollout is not None and config.samples and config.rollout.backend != "vllm":
+        raise ValueError(
+            f"train.fp8.rollout={fp8.rollout} is vLLM's, and train.rollout.backend={config.rollout.backend} generates "
+            "by the weights in training, in fp8 by train.fp8.training: set it to null"
+        )
+
+
+def _adapters_suit(config: TrainConfig) -> None:
+    for setting, lora in (("train.lora", config.lora), ("train.algorithm.critic.lora", config.algorithm.critic.lora)):
+        if lora is None or lora.base is None:
+            continue
+        for other, value, possible, why in (
+            (
+                "train.fsdp.tensor_parallel",
+                config.fsdp.tensor_parallel,
+                1,
+                "can't be cut to share layers",
+            ),
+            ("train.fsdp.cpu_offload", config.fsdp.cpu_offload, False, "stay on their device"),
+            ("train.fsdp.compile_layers", config.fsdp.compile_layers, None, "are unpacked in what is not compiled"),
+            (
+                "train.fp8.training",
+                config.fp8 and config.fp8.training,
+                None,
+                "are unpacked to train.dtype",
+            ),
+        ):
+            if value != possible:
+                raise ValueError(
+                    f"{setting}.base={lora.base}: weights of 4 bits {why}; take out {other}={value}, or set it to null"
+                )
 
 
 def _placement_suits(config: TrainConfig) -> None:
@@ -544,6 +597,8 @@ def _nothing_is_sampled(config: TrainConfig) -> None:
         for name in ("temperature", "top_p", "top_k", "tensor_parallel_size", "reshard", "staleness")  # sizes may stay
         if getattr(config.rollout, name) != RolloutConfig.model_fields[name].default
     }
+    if config.fp8 is not None and config.fp8.rollout is not None:
+        settings["train.fp8.rollout"] = config.fp8.rollout
     on = config.placement
     if on.rollout not in (on.actor, on.reference):
         settings["train.placement.rollout"] = on.rollout

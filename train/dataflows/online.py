@@ -93,6 +93,9 @@ class Online(Dataflow):
             self.stream.close()
 
     def step(self, step: int) -> dict[str, float]:
+        lora = self.run.config.lora
+        if step == 0 and lora is not None and lora.base is not None:
+            self.run.groups.reshard(self.version)  # generation has the parent's files, training what they round to
         at_start = self.measure(step, "held_out_at_start") if step == 0 else {}
         fresh = self.fresh(step)
         drawn = self.select(fresh, self.logged(step, fresh))

@@ -5,6 +5,6 @@ Read ``fsdp`` (build, shard, run, export) with ``mesh`` (which ranks shard the w
 back). Then ``attention`` (over a packed batch, sequence by sequence) with ``attention_calls`` (which sequences are
 computed in one call), ``ulysses`` (sequence parallelism) and ``tensor_parallel`` (ranks share layers);
 ``fused_log_probs`` (log-probabilities and entropies, the logits never whole); ``generation`` (responses, by
-transformers); ``lora`` (low-rank adapters);
+transformers); ``lora`` (low-rank adapters); ``low_precision`` (products in fp8, frozen weights of 4 bits);
 ``scalar_head`` (one output: critics and reward models).
 """

@@ -37,12 +37,14 @@ from train.model.hf_io import (
     stored_tensors,
 )
 from train.model.lora import add_adapters, initialise, plain_parameters
+from train.model.low_precision import nf4
 from train.model.mesh import Meshes, make_meshes
 from train.model.shard_dimensions import placement_for
 from train.model.tensor_parallel import share_layers
 from train.model.ulysses import Ulysses, sequence_parallel_group
 
 if TYPE_CHECKING:
+    from train.config.fp8 import Fp8Config
     from train.config.sections import AdapterConfig, FsdpConfig
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ def build(
     dtype: torch.dtype,
     meshes: Meshes | None = None,
     options: FsdpConfig | None = None,
+    fp8: Fp8Config | None = None,
     activation_checkpointing: bool = False,
     lora: AdapterConfig | None = None,
     lora_setting: str = "train.lora",
@@ -88,6 +91,7 @@ def build(
         dtype: of parameters and activations in the forward and backward pass.
         meshes: the ranks to shard over; all, flat, if None.
         options: the defaults of the settings if None.
+        fp8: multiply in fp8, where ``training`` of it is set.
         lora: train adapters, and of the rest what is ``unstored`` alone; ``frozen``: nothing at all.
         lora_setting: what messages call ``lora``.
         make: builds the model from the policy's config.
@@ -95,7 +99,7 @@ def build(
 
     Raises:
         ValueError: no module is of the classes to shard by, the policy's weights don't fit its config, or ``lora``
-            fits no layer, or one that can't have an adapter.
+            fits no layer, or one that can't have an adapter; ``fp8`` can't be computed.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     meshes = meshes or make_meshes(device.type)
@@ -110,12 +114,21 @@ def build(
     choose_attention(model, options.attention, dtype, device)
     if meshes.sp is not None:
         share_sequences(model, meshes.sp, 1 if meshes.tp is None else meshes.tp.size())
+    if fp8 is not None and fp8.training is not None:
+        from train.model.low_precision.float8 import convert_layers  # reads settings, as above
+
+        converted = convert_layers(decoder_layers(model, options.layers), fp8)
+        log_once(f"fp8 ({fp8.training}) in {type(model).__name__}: {', '.join(converted)}")
     if lora is not None:
         add_adapters(model, lora, whole=unstored, setting=lora_setting)
     if frozen:
         model.requires_grad_(False)
+    packed: nf4.Named = {}
+    if lora is not None and lora.base == "nf4":
+        packed = nf4.base_weights(model, meshes.fsdp.size(-1), f"{lora_setting}.base=nf4")
+    by_rows = {id(parameter) for parameter in packed.values()}
     for parameter in model.parameters():
-        if not parameter.requires_grad and (frozen or stored == dtype):
+        if not parameter.requires_grad and (frozen or stored == dtype or id(parameter) in by_rows):
             parameter.data = parameter.data.to(dtype)
     if meshes.tp is not None:
         share_layers(model, meshes.tp)
@@ -125,11 +138,14 @@ def build(
     offload = options.cpu_offload and device.type != "cpu"
     if options.cpu_offload and not offload:
         log_once(f"train.fsdp.cpu_offload does nothing: the compute device is {device}")
+    placed = placement_for(model, meshes.fsdp.size(-1))
     how: dict[str, Any] = {
         "mesh": meshes.fsdp,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32)),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
-        "shard_placement_fn": placement_for(model, meshes.fsdp.size(-1)),
+        "shard_placement_fn": lambda parameter: None if id(parameter) in by_rows else placed(parameter),
+        # On one rank torch 2.13's FSDP2 has no way for a tensor that is gathered in several parts.
+        "ignored_params": set(packed.values()) if meshes.fsdp.size(-1) == 1 else None,
     }
     if options.compile_layers is not None:
         require_backend(options.compile_layers)
@@ -141,7 +157,8 @@ def build(
     if options.prefetch_layers is not None:
         prefetch(layers, options.prefetch_layers)
     home = torch.device("cpu") if offload else device
-    load(model, policy, home, unstored)
+    load(model, policy, home, unstored, packed)
+    nf4.load(model, packed, policy, home)
     if lora is not None:
         initialise(model, home)
     return model.eval()
@@ -331,7 +348,8 @@ def export(
     """Have rank 0 write the weights to ``folder`` as a Hugging Face model, adapters merged; every rank must call it.
 
     Each tensor is in the type and under the names that the policy stores it. They are gathered one at a time, and rank
-    0 holds one file's worth of them.
+    0 holds one file's worth of them. Adapters over weights in NF4 are merged into those that the policy stores: merged
+    into the rounded ones, what they learned would be rounded away when the next run rounds anew.
 
     Args:
         policy: where ``build`` made the model from; its config and types are kept.
@@ -345,7 +363,7 @@ def export(
     dtypes = stored_dtypes(policy)
     common = common_dtype(dtypes.values())
     writer = FolderWriter(folder, file_bytes) if torch.distributed.get_rank() == 0 else None
-    parameters = ((name, tensor.to(common)) for name, tensor in plain_parameters(model))
+    parameters = ((name, tensor.to(common)) for name, tensor in plain_parameters(model, policy))
     for name, tensor in stored_tensors(model, parameters):
         if name not in unwritten:
             raise ValueError(

@@ -52,7 +52,13 @@ def remember_names(model: PreTrainedModel, policy: Path) -> None:
     model.made_as = type(model)
 
 
-def load(model: nn.Module, policy: Path, device: torch.device, unstored: frozenset[str] = frozenset()) -> None:
+def load(
+    model: nn.Module,
+    policy: Path,
+    device: torch.device,
+    unstored: frozenset[str] = frozenset(),
+    others: Collection[str] = (),
+) -> None:
     """Give the sharded parameters of ``model``, on the meta device, the values that ``policy`` stores.
 
     Values are converted to each parameter's own dtype. Every rank must call it.
@@ -61,6 +67,7 @@ def load(model: nn.Module, policy: Path, device: torch.device, unstored: frozens
         model: after ``remember_names`` and ``fully_shard``.
         device: where this rank's shards live.
         unstored: plain names of parameters that keep what they have if the policy does not store them.
+        others: plain names of parameters that are left as they are.
 
     Raises:
         ValueError: the folder has no safetensors, lacks a tensor, or has one of another shape.
@@ -68,7 +75,11 @@ def load(model: nn.Module, policy: Path, device: torch.device, unstored: frozens
     files = stored_in(policy)
     keys: dict[str, list[str]] = model.checkpoint_keys
     absent = {name for name in unstored if not keys.get(name)}
-    wanted = {name: t for name, t in held(model) if ADAPTER not in name and plain_name(name) not in absent}
+    wanted = {
+        name: t
+        for name, t in held(model)
+        if ADAPTER not in name and plain_name(name) not in absent and plain_name(name) not in others
+    }
     if all(keys.get(plain_name(name)) for name in wanted):
         fill(wanted, read_slices(wanted, keys, files), device)
     else:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.model.hf_io import ADAPTER, as_parameter, held, own_slice, plain_name, whole_tensor
+from train.model.low_precision.nf4 import is_packed, stored_part, unpacked
 
 if TYPE_CHECKING:
     from train.config.sections import AdapterConfig, LoraConfig
@@ -88,32 +89,42 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, tensor or DTensor) of every weight, adapters merged; a tied one once. Every rank must take all.
 
     A merged weight is W + s · B A, in float32 where W is, sharded as W is: a rank computes only its own part, from A
-    and B gathered whole. The others are the model's own parameters. Persistent buffers come last, whole.
+    and B gathered whole. W in NF4 is what it rounds to, as training multiplies by it. The others are the model's own
+    parameters. Persistent buffers come last, whole.
     """
     keys: dict[str, list[str]] = model.checkpoint_keys
     for name, tensor in plain_parameters(model):
         yield (keys.get(name) or [name])[0], tensor
 
 
-def plain_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As ``merged_parameters``, by the parameters' names in the bare model."""
+def plain_parameters(model: nn.Module, policy: Path | None = None) -> Iterator[tuple[str, Tensor]]:
+    """As ``merged_parameters``, by the parameters' names in the bare model.
+
+    ``policy``: merge into what this folder stores where the model has it in NF4.
+    """
     for name, tensor in held(model):
         if ADAPTER in name:
             continue
         layer = model.get_submodule(name.removesuffix(".base_layer.weight")) if ".base_layer.weight" in name else None
         with torch.no_grad():
-            yield plain_name(name), tensor.detach() if layer is None else merged(layer, tensor)
+            if layer is None:
+                yield plain_name(name), tensor.detach()
+                continue
+            if policy is not None and is_packed(tensor):
+                part = stored_part(model, policy, plain_name(name), tensor)
+            else:
+                part = unpacked(tensor)
+            yield plain_name(name), merged(layer, tensor, part)
 
 
-def merged(layer: nn.Module, weight: Tensor) -> Tensor:
-    """W + s · B A, sharded as ``weight``; computed in float32."""
+def merged(layer: nn.Module, weight: Tensor, part: Tensor) -> Tensor:
+    """W + s · B A, sharded as ``weight``, whose part on this rank is ``part``; computed in float32."""
     a, b = (whole_tensor(getattr(layer, side)[NAME].weight).float() for side in ("lora_A", "lora_B"))
     scale: float = layer.scaling[NAME]
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
     rows, columns = own_slice(weight)
     # GPT-2's layers store [in, out].
     delta = (b[columns] @ a[:, rows]).T if layer.fan_in_fan_out else b[rows] @ a[:, columns]
-    sum_ = (local.float() + scale * delta).to(weight.dtype)
+    sum_ = (part.float() + scale * delta).to(part.dtype)
     return as_parameter(sum_, like=weight).detach() if isinstance(weight, DTensor) else sum_
 
 

@@ -101,13 +101,8 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 def _adamw_8bit(groups: Groups, config: OptimizerConfig, learning_rate: float) -> torch.optim.Optimizer:
     """8-bit Adam (arXiv 2110.02861): torchao's."""
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError as error:
-        raise ValueError(
-            f"train.optimizer.name=adamw_8bit needs torchao, which can't be imported ({error}); install it beside "
-            "Millrace (pip install torchao), or use adamw"
-        ) from error
+    from torchao.optim import AdamW8bit
+
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=learning_rate, betas=config.betas)
     return optimizer
 

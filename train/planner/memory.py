@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from train.config.sections import OptimizerConfig
-from train.planner.sizes import Activations, ModelShape
+from train.planner.sizes import NF4, Activations, ModelShape
 
 Memory = Counter[str]
 """Bytes by what they are for."""
@@ -88,7 +88,7 @@ def held(shape: ModelShape, how: Sharding) -> Memory:
     float32 master weights (4) and AdamW's two moments (4 each; arXiv 1711.05101), or another optimizer's state, beside
     what is frozen.
     """
-    weights = MASTER * shape.trained + how.frozen_itemsize * shape.frozen
+    weights = MASTER * shape.trained + how.frozen_itemsize * (shape.frozen - shape.packed) + int(NF4 * shape.packed)
     return Counter(weights=weights // how.shards, optimizer=0 if how.waits else optimizer_state(shape, how))
 
 
@@ -113,11 +113,11 @@ def update(shape: ModelShape, how: Sharding, kept: Activations) -> Memory:
 def inference(shape: ModelShape, how: Sharding, kept: Activations) -> Memory:
     """What a pass without gradient takes beside what is held: a layer's parameters and its tensors, or the logits."""
     layer = shape.largest_layer
-    buffers = how.itemsize * layer.parameters * (1 + how.gathers * how.ahead)
+    buffers = layer.whole(how.itemsize) * (1 + how.gathers * how.ahead)
     if not how.resharded:
-        buffers = how.itemsize * (sum(unit.parameters for unit in shape.layers) + layer.parameters * how.gathers)
-    root = how.itemsize * shape.root.parameters
-    through = Counter(unsharded=root + buffers, activations=kept.inference)
+        buffers = sum(unit.whole(how.itemsize) for unit in shape.layers) + layer.whole(how.itemsize) * how.gathers
+    root = shape.root.whole(how.itemsize)
+    through = Counter(unsharded=root + buffers + _unpacked(shape, how), activations=kept.inference)
     scored = Counter(unsharded=root, activations=kept.layer_input, logits=kept.head_forward)
     return largest([through, scored])
 
@@ -161,16 +161,16 @@ def _root_gradients(shape: ModelShape, how: Sharding) -> int:
 
 def _forward(shape: ModelShape, how: Sharding, kept: Activations) -> Iterable[Memory]:
     """The last layer's forward pass, and the head's, forward and backward."""
-    layer, root = (how.itemsize * unit.parameters for unit in (shape.largest_layer, shape.root))
+    layer, root = (unit.whole(how.itemsize) for unit in (shape.largest_layer, shape.root))
     columns = how.itemsize * shape.largest_layer.by_columns
     gradients = _gradients(shape, how, 0) + _root_gradients(shape, how)
     saved = _kept(shape, how, kept, len(shape.layers))
     # The buffer of a gather is freed after the next one.
     flat = layer * how.gathers
-    before = 0 if how.resharded else how.itemsize * sum(unit.parameters for unit in shape.layers) - layer
+    before = 0 if how.resharded else sum(unit.whole(how.itemsize) for unit in shape.layers) - layer
     extra = kept.inference if how.checkpointing else kept.forward
     yield Counter(
-        unsharded=root + before + layer + flat * how.ahead,
+        unsharded=root + before + layer + flat * how.ahead + _unpacked(shape, how),
         activations=saved + max(extra, columns * how.gathers),
         gradients=gradients,
     )
@@ -185,7 +185,7 @@ def _backward(shape: ModelShape, how: Sharding, kept: Activations) -> Iterable[M
     Then the next layer's parameters are gathered already, and the buffer of the reduction before is still there.
     """
     unit = shape.largest_layer
-    layer, root = (how.itemsize * u.parameters for u in (unit, shape.root))
+    layer, root = (u.whole(how.itemsize) for u in (unit, shape.root))
     flat = layer * how.gathers
     head = how.itemsize * shape.root.trained if shape.tied else how.itemsize * _head(shape)
     recomputed = kept.layer + max(0, kept.forward - kept.backward) if how.checkpointing else 0
@@ -195,9 +195,9 @@ def _backward(shape: ModelShape, how: Sharding, kept: Activations) -> Iterable[M
         buffer = MASTER * unit.trained * (done > 0)
         next_ones = flat * min(how.ahead, left - 1)
         if not how.resharded:
-            next_ones = sum(sorted(how.itemsize * u.parameters for u in shape.layers)[-left:]) - layer
+            next_ones = sum(sorted(u.whole(how.itemsize) for u in shape.layers)[-left:]) - layer
         yield Counter(
-            unsharded=root + layer + next_ones,
+            unsharded=root + layer + next_ones + _unpacked(shape, how),
             activations=_kept(shape, how, kept, left) + recomputed + kept.backward,
             gradients=gradients,
             buffers=buffer,
@@ -206,6 +206,12 @@ def _backward(shape: ModelShape, how: Sharding, kept: Activations) -> Iterable[M
             unsharded=root + next_ones, activations=_kept(shape, how, kept, left - 1), gradients=gradients
         )
         yield waiting + how.reduction(unit.trained)
+
+
+def _unpacked(shape: ModelShape, how: Sharding) -> int:
+    """What torchao makes of a weight in NF4 to multiply by it: its values' numbers, 8 bytes for two, and from them
+    the weight itself, with and without its scales."""
+    return (8 + 3 * how.itemsize) * max(unit.largest_packed for unit in shape.layers)
 
 
 def _head(shape: ModelShape) -> int:
@@ -220,7 +226,7 @@ def _root_reduced(shape: ModelShape, how: Sharding, kept: Activations) -> Memory
     embedding = how.itemsize * min(trained, shape.vocabulary * shape.hidden)
     waiting = _gradients(shape, how, layers) + _root_gradients(shape, how)
     made = Counter(
-        unsharded=how.itemsize * shape.root.parameters,
+        unsharded=shape.root.whole(how.itemsize),
         activations=kept.outside,
         gradients=waiting + (whole + embedding if shape.tied else whole),
         buffers=MASTER * shape.largest_layer.trained,

@@ -125,6 +125,7 @@ def shape_of(
         with torch.random.fork_rng(devices=[]):  # a run counts amid its own random numbers, and adapters draw some
             add_adapters(model, lora, whole=_trained_whole(make))
     placed = placement_for(model, _SHARDS)
+    nf4 = lora is not None and lora.base == "nf4"
     matrices = {id(parameter) for parameter in body_matrices(model)}
     inside = [list(layer.named_parameters()) for layer in layers]
     owned = {id(parameter) for layer in inside for _, parameter in layer}
@@ -140,8 +141,8 @@ def shape_of(
         kinds[kind] = kinds.get(kind, 0) + parameter.numel()
     return ModelShape(
         architecture=type(model).__name__,
-        layers=tuple(_unit(parameters, placed, matrices) for parameters in inside),
-        root=_unit(root, placed, matrices),
+        layers=tuple(_unit(parameters, placed, matrices, nf4) for parameters in inside),
+        root=_unit(root, placed, matrices, nf4),
         kinds=kinds,
         active=sum(kinds.values()) - round(kinds.get("experts", 0) * (1 - routed / experts)),
         vocabulary=model.get_input_embeddings().weight.shape[0],
@@ -252,9 +253,13 @@ def _layers(model: PreTrainedModel, classes: list[str] | str | None = None) -> l
 
 
 def _unit(
-    parameters: list[tuple[str, nn.Parameter]], placed: Callable[[nn.Parameter], Any], matrices: set[int]
+    parameters: list[tuple[str, nn.Parameter]],
+    placed: Callable[[nn.Parameter], Any],
+    matrices: set[int],
+    nf4: bool,
 ) -> Unit:
     for_muon = [parameter for _, parameter in parameters if id(parameter) in matrices]
+    under = [p.numel() for name, p in parameters if nf4 and name.endswith(".base_layer.weight")]
     sizes = [(p.numel(), p.requires_grad, placed(p) is not None) for _, p in parameters]
     return Unit(
         trained=sum(n for n, trained, _ in sizes if trained),
@@ -264,6 +269,8 @@ def _unit(
         largest_trained=max((n for n, trained, _ in sizes if trained), default=0),
         matrices=sum(parameter.numel() for parameter in for_muon),
         orthogonalisation=sum(orthogonalisation_flops(*parameter.shape) for parameter in for_muon),
+        packed=sum(under),
+        largest_packed=max(under, default=0),
     )
 
 

@@ -519,7 +519,13 @@ class _Planner:
 
     @property
     def _engine_weights(self) -> int:
-        return self.itemsize * self.models.policy.shape.parameters // self.t if self._is_engine else 0
+        if not self._is_engine:
+            return 0
+        shape, fp8 = self.models.policy.shape, self.config.fp8
+        in_fp8 = 0
+        if fp8 is not None and fp8.rollout is not None:  # of vLLM's: all linear layers but the output layer
+            in_fp8 = sum(shape.kinds.get(kind, 0) for kind in ("attention", "mlp", "experts"))
+        return (self.itemsize * (shape.parameters - in_fp8) + in_fp8) // self.t
 
     @property
     def _engine_buffers(self) -> int:

@@ -8,6 +8,8 @@ from typing import Final
 
 ITEMSIZE: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 GIB: Final = 2**30
+NF4: Final = 1 / 2 + 1 / 64 + 2 / (64 * 256)
+"""Bytes of a value in NF4: half a byte, of 64 values' scale, and of 256 scales' own (arXiv 2305.14314, section 3)."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Unit:
     ``by_columns``: of those in weights that are sharded on their second dimension, which are copied once more.
     ``largest``: of the largest tensor; ``largest_trained``: of the largest that is trained. ``matrices``: of those that
     are trained, in the matrices that Muon is for; ``orthogonalisation``: operations that their update takes.
+    ``packed``: of those that are frozen, in weights of 4 bits; ``largest_packed``: in the largest of them.
     """
 
     trained: int
@@ -26,10 +29,16 @@ class Unit:
     largest_trained: int
     matrices: int = 0
     orthogonalisation: int = 0
+    packed: int = 0
+    largest_packed: int = 0
 
     @property
     def parameters(self) -> int:
         return self.trained + self.frozen
+
+    def whole(self, itemsize: int) -> int:
+        """Bytes once gathered, in a compute type of that size; what is in 4 bits stays so."""
+        return itemsize * (self.parameters - self.packed) + int(NF4 * self.packed)
 
     def slice_of(self, slices: int) -> Unit:
         """A slice of each of the tensors."""
@@ -96,6 +105,14 @@ class ModelShape:
     @cached_property
     def frozen(self) -> int:
         return self.root.frozen + sum(unit.frozen for unit in self.layers)
+
+    @cached_property
+    def packed(self) -> int:
+        return self.root.packed + sum(unit.packed for unit in self.layers)
+
+    def whole(self, itemsize: int) -> int:
+        """Bytes of all of it in a compute type of that size, as of ``Unit.whole``."""
+        return self.root.whole(itemsize) + sum(unit.whole(itemsize) for unit in self.layers)
 
     @cached_property
     def largest_layer(self) -> Unit:

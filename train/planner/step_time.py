@@ -62,7 +62,7 @@ def update_passes(shape: ModelShape) -> float:
 def gathered_bytes(shape: ModelShape, how: Sharding) -> int:
     """That a rank receives to have all parameters once: the other ranks' shares, (w - 1)/w of the model in the compute
     type (ZeRO stage 3, arXiv 1910.02054, section 7.2.2)."""
-    return int(how.itemsize * (shape.trained + shape.frozen) * (how.shards - 1) / how.shards)
+    return int(shape.whole(how.itemsize) * (how.shards - 1) / how.shards)
 
 
 def passed_bytes(shape: ModelShape, how: Sharding, batch: Batch, *, learns: bool) -> int:

@@ -73,6 +73,7 @@ class TrainedWorker(Worker):
             "dtype": getattr(torch, self.config.dtype),
             "meshes": self.meshes,
             "options": self.config.fsdp,
+            "fp8": self.config.fp8,
             "activation_checkpointing": self.config.activation_checkpointing,
         }
 

@@ -38,6 +38,7 @@ class ReferenceWorker(Worker):
                 dtype=getattr(torch, config.dtype),
                 meshes=self.meshes,
                 options=config.fsdp,
+                fp8=config.fp8,
                 frozen=True,
                 make=maker(config.model),
             )

@@ -40,6 +40,7 @@ from train.environments.engine_loop import Player, Start
 from train.environments.environment import EpisodePrompt
 from train.environments.episode_loop import Limits
 from train.model.hf_io import stored_in
+from train.model.low_precision.float8 import require_fp8
 from train.rollouts.request import Request, requests_of
 from train.rollouts.responses import Responses, Sampling, until_ended
 from train.weight_sync.gather import gather
@@ -80,6 +81,7 @@ class RolloutWorker(Worker):
 
     def _boot(self, policy: Path, seed: int) -> Any:
         config, r = self.config, self.config.rollout
+        require_fp8(config.fp8)
         if self.rank == 0 and not torch.cuda.is_available():
             log.warning("no sleep on a CPU: the engine keeps its weights and its KV cache while the policy is trained")
         cache = rollout_cache(config, policy)
@@ -96,6 +98,7 @@ class RolloutWorker(Worker):
         llm = offline_engine(
             policy,
             dtype=config.dtype,
+            quantization=None if config.fp8 is None else config.fp8.rollout,
             seed=seed + self.rank // r.tensor_parallel_size,
             tensor_parallel_size=r.tensor_parallel_size,
             distributed_executor_backend=launched_executor(job[0]),

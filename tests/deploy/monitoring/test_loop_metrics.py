@@ -20,9 +20,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.config import root
 from deploy.config.root import Settings
+from deploy.gpus import gpus
 from deploy.loop import promotion, records
 from deploy.loop.records import CycleRecord, Stage
-from deploy.monitoring import gpu, listener
+from deploy.monitoring import listener
 from deploy.monitoring.loop import PREFIX, LoopMetrics
 from deploy.monitoring.traffic import POLICIES, TrafficReader, read
 from deploy.notify.webhooks import FAILED, FOLDER
@@ -241,7 +242,7 @@ def test_a_part_that_can_not_be_read_is_said_and_hides_no_other(
 
 
 def test_without_a_gpu_there_are_no_series_of_one(home_with_policy: Settings) -> None:
-    expected = {(name, (("gpu", str(one.index)),)) for one in gpu.gpus() for name in ("gpu_use_ratio",)}
+    expected = {(name, (("gpu", str(one.index)),)) for one in gpus() for name in ("gpu_use_ratio",)}
     assert {key for key in collected(home_with_policy) if key[0] == "gpu_use_ratio"} == expected
 
 

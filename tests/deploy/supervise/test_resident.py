@@ -223,6 +223,18 @@ def test_a_run_whose_tokens_are_labelled_takes_over_no_engine_that_schedules_ahe
     assert schedules_ahead != labels == also_labels
 
 
+def test_an_engine_in_fp8_is_lent_to_an_evaluation_in_fp8_alone(tmp_path: Path) -> None:
+    make_home(tmp_path)
+    found = PolicyStore(tmp_path / "policies").get(1)
+    fp8 = {"dtype": "bfloat16", "fp8": {"rollout": "fp8_per_channel"}}
+    pools, (config, _) = ResidentPools(), job(tmp_path, "fp8", **GRPO | fp8)
+    pools._engine = rollout_engine(config, found, found.path)
+    judging = {"dtype": "bfloat16", "max_num_seqs": config.rollout.max_num_seqs}
+    assert "extra {'quantization': 'fp8_per_channel'}, not {}" in str(pools.refusal(EngineConfig(**judging), found))
+    alike = EngineConfig(**judging, extra={"quantization": "fp8_per_channel"})
+    assert "extra" not in str(pools.refusal(alike, found))
+
+
 OWNER = """
 import sys
 from pathlib import Path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -95,12 +94,6 @@ def test_muon_of_a_model_without_linear_layers_in_training_is_refused() -> None:
     model.model.norm.weight.requires_grad_(True)
     with pytest.raises(ValueError, match="muon: Qwen3ForCausalLM trains no linear layers inside its body"):
         make_optimizer(model, OptimizerConfig(name="muon"), 1.0, all_patterns_fit=True)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is not None, reason="torchao is installed")
-def test_without_torchao_8_bit_moments_are_refused_with_what_to_install() -> None:
-    with pytest.raises(ValueError, match=r"adamw_8bit needs torchao.*pip install torchao"):
-        make_optimizer(qwen3(), OptimizerConfig(name="adamw_8bit"), 1.0, all_patterns_fit=True)
 
 
 def without_decay(groups: Any, lr: float) -> torch.optim.Optimizer:

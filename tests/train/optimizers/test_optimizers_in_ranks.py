@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import Qwen3ForCausalLM
 
 from tests.train.ranks import run_ranks
 from tests.train.tiny_models import own_part, qwen3, some_batch
@@ -129,6 +130,32 @@ def sharded(policy: Path, **options: Any) -> dict[str, Any]:
         # torch has no public way to see it
         "prefetched": [len(m._get_fsdp_state()._states_to_forward_prefetch) for m in units],
         "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    }
+
+
+def eight_bit(rank: int, folder: Path, policy: Path) -> dict[str, Any]:
+    """Steps by torchao's 8-bit AdamW, its kernels not compiled, with a checkpoint before the last; or why not."""
+    torch.compiler.set_stance("force_eager")
+    settings = {"optimizer": {"name": "adamw_8bit"}}
+    kept = policy.parent / "8 bits"
+    if torch.distributed.get_world_size() == 1:
+        try:
+            new_actor(policy, **settings).load_checkpoint(kept / name_of(1), part="actor")
+        except CheckpointError as error:
+            return {"refused": str(error)}
+        return {}
+    actor = new_actor(policy, **settings)
+    losses = [update(actor)["loss"] for _ in range(STEPS)]
+    save(actor, kept)
+    losses.append(update(actor)["loss"])
+    again = new_actor(policy, **settings)
+    again.load_checkpoint(kept / name_of(1), part="actor")
+    moments = [v.to_local() for of in actor.optimizer.state.values() for v in of.values() if isinstance(v, DTensor)]
+    return {
+        "losses": losses,
+        "again": update(again)["loss"],
+        "same": same(weights(actor), weights(again)),
+        "kinds": {type(moment).__name__ for moment in moments},
     }
 
 
@@ -294,6 +321,20 @@ def test_from_a_checkpoint_it_goes_on_bit_for_bit_and_on_fewer_ranks_too(
         assert theirs.keys() == ours.keys()
         for key, value in theirs.items():
             torch.testing.assert_close(ours[key], value, atol=2e-5, rtol=1e-4, msg=key)
+
+
+def test_eight_bit_moments_go_on_bit_for_bit_on_as_many_ranks_alone(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    policy, config = tmp_path / "policy", qwen3().config
+    config.hidden_size, config.intermediate_size = 128, 256  # torchao leaves what has less than 4096 values as it is
+    Qwen3ForCausalLM(config).save_pretrained(policy)
+    for seen in run_ranks(2, eight_bit, tmp_path, policy):
+        assert seen["losses"][-1] < seen["losses"][0]
+        assert seen["again"] == seen["losses"][-1]
+        assert seen["same"]
+        assert any("8bit" in kind for kind in seen["kinds"]), "of parameters that are large enough"
+    [alone] = run_ranks(1, eight_bit, tmp_path / "one", policy)
+    assert "8-bit moments load on as many ranks, with the same train.fsdp" in alone["refused"]
 
 
 @pytest.mark.parametrize("name", ["muon", "muon, tensor-parallel"])

@@ -136,6 +136,19 @@ def test_adapters_share_the_reference_and_need_a_fraction(tmp_path: Path) -> Non
     assert held < 0.2 * sum(full.phases[-1].memory[f"actor {use}"] for use in ("weights", "optimizer"))
 
 
+def test_weights_of_four_bits_under_adapters_take_a_quarter_and_are_gathered_so(tmp_path: Path) -> None:
+    few_layers = read_config(write("Qwen2.5-7B", tmp_path, num_hidden_layers=2))
+    found = {}
+    for base in (None, "nf4"):
+        settings = config(ranks=8, lora={"rank": 16, "base": base})
+        found[base] = plan(settings, models_of(few_layers, settings, "cuda"), parse_gpus("8x80GB"), WORK)
+    of_layer = 2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944  # its seven projections, all with adapters
+    saved = 2 * of_layer * (2 - (1 / 2 + 1 / 64 + 2 / (64 * 256))) / 8
+    weights = [found[base].phases[-1].memory["actor weights"] for base in (None, "nf4")]
+    assert weights[0] - weights[1] == pytest.approx(saved, rel=1e-3)
+    assert found["nf4"].phases[-1].cost.moved < found[None].phases[-1].cost.moved, "less is gathered"
+
+
 def test_a_critic_is_held_beside_the_policy(qwen: Path) -> None:
     settings = config(algorithm={"name": "ppo"}, ranks=8, micro_batch_tokens=8192)
     found = plan(settings, models_of(read_config(qwen), settings, "cuda"), parse_gpus("8x80GB"), WORK)
@@ -158,6 +171,17 @@ def test_a_critic_of_adapters_holds_its_body_frozen_and_trains_a_fraction(tmp_pa
     assert adapted["critic weights"] == pytest.approx(whole["critic weights"] / 2, rel=0.05)  # bfloat16, not float32
     assert adapted["critic optimizer"] < 0.05 * whole["critic optimizer"]
     assert adapted["actor optimizer"] == whole["actor optimizer"]
+
+
+def test_an_engine_in_fp8_holds_a_byte_of_each_weight_of_its_linear_layers(qwen: Path) -> None:
+    models_ = {}
+    for rollout in (None, "fp8_per_channel"):
+        settings = config(ranks=8, fp8=rollout and {"rollout": rollout})
+        found = plan(settings, models_of(read_config(qwen), settings, "cuda"), parse_gpus("8x80GB"), WORK)
+        models_[rollout] = found.phases[0].memory["rollout weights"]
+    embeddings = 2 * 544_997_376  # and the output layer, in bfloat16
+    assert models_[None] == 2 * 7_615_616_512
+    assert models_["fp8_per_channel"] == pytest.approx(2 * embeddings + 7_615_616_512 - embeddings, rel=1e-3)
 
 
 def test_separate_pools_do_not_share_memory_and_must_fit_the_devices(models: Models) -> None:

@@ -22,6 +22,7 @@ DECISIVE: Final = (
     "model.config_overrides",
     "data",
     "dtype",
+    "fp8",
     "seed",
     "minibatches",
     "epochs",

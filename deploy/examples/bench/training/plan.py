@@ -79,6 +79,7 @@ _PARTS: Final[dict[str, Any]] = {"micro_batch_tokens": 420}  # a prompt and its 
 _RECOMPUTED: Final[dict[str, Any]] = {"activation_checkpointing": True}
 _REDUCED: Final[dict[str, Any]] = {**_PARTS, "fsdp": {"reduce_every_micro_batch": True}}
 _LORA: Final[dict[str, Any]] = {"lora": {"rank": 8}}
+_NF4: Final[dict[str, Any]] = {"lora": {"rank": 8, "base": "nf4"}}
 _SLICED: Final[dict[str, Any]] = {"fsdp": {"tensor_parallel": 2}}
 _MUON: Final[dict[str, Any]] = {"optimizer": {"name": "muon"}}
 _SGD: Final[dict[str, Any]] = {"optimizer": {"name": "sgd", "momentum": 0.9}}
@@ -107,6 +108,8 @@ CASES: Final[list[tuple[str, int, dict[str, Any]]]] = [
     ("qwen3-42M", 2, _ONE),
     ("qwen3-42M", 2, _REDUCED | _RECOMPUTED),
     ("qwen3-42M", 2, _ONE | _LORA | _RECOMPUTED),
+    ("qwen3-42M", 1, _PARTS | _NF4),
+    ("qwen3-42M", 2, _PARTS | _NF4),
     ("llama-9M", 2, _PARTS | _SLICED),
     ("qwen3-42M", 2, _ONE | _SLICED | _RECOMPUTED),
     ("qwen3-42M", 2, _ONE | _MUON),
@@ -120,6 +123,7 @@ CASES_OF_GPUS: Final[list[tuple[str, int, dict[str, Any]]]] = [
     ("qwen3-370M", 1, _LONGER),
     ("qwen3-370M", 1, _LONGER | _RECOMPUTED),
     ("qwen3-370M", 1, _PARTS | _LORA),
+    ("qwen3-370M", 1, _PARTS | _NF4),
     ("qwen3-370M", 1, _LONGER | {"fsdp": {"cpu_offload": True}}),
     ("qwen3-370M", 1, _LONGER | {"fsdp": {"offload_optimizer": True}}),
     ("qwen3-370M", 2, _LONGER),

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 class Gpu:
     """One GPU at this moment: bytes, and the share of the last moments in which it was at work.
 
-    ``use``: NaN where the driver does not measure it, as of a GPU in MIG mode.
+    ``capability``: its compute capability. ``use``: NaN where the driver does not measure it, as of a GPU in MIG mode.
     """
 
     index: int
     used_bytes: int
     total_bytes: int
     use: float
+    name: str = "a GPU"
+    capability: tuple[int, int] = (0, 0)
 
 
 def gpus() -> list[Gpu]:
@@ -42,4 +44,6 @@ def _read(nvml, index: int) -> Gpu:  # type: ignore[no-untyped-def]
         use = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
     except nvml.NVMLError_NotSupported:
         use = math.nan
-    return Gpu(index, int(memory.used), int(memory.total), use)
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    name = nvml.nvmlDeviceGetName(handle)
+    return Gpu(index, int(memory.used), int(memory.total), use, str(name), (int(major), int(minor)))
