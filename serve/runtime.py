@@ -220,7 +220,8 @@ class Server(ApiProcess):
         text = await asyncio.to_thread(render)  # some milliseconds, in which tokens would wait
         if self.further is None:
             return text
-        return await asyncio.to_thread(summed, [text, *await self.further.metrics()])
+        living, ended = await self.further.metrics()
+        return await asyncio.to_thread(summed, [text, *living], ended)
 
     async def _watch_engine(self) -> None:
         while (reason := self.dead()) is None:

@@ -28,7 +28,7 @@ from typing import NoReturn
 
 import psutil
 
-from feedback.processes.exit import end_with_parent
+from feedback.processes.exit import end_with_parent, is_resource_tracker
 from feedback.processes.fork_server import ADDRESS, ForkServer, Job, listen
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -201,17 +201,13 @@ def _living(own: psutil.Process, spare: frozenset[psutil.Process], spare_tracker
             continue
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
-                if not (spare_trackers and _is_tracker(process)):
+                if not (spare_trackers and is_resource_tracker(process)):
                     living.append(process)
             elif process.ppid() == own.pid:
                 os.waitpid(process.pid, os.WNOHANG)
         except (psutil.NoSuchProcess, ChildProcessError):
             continue
     return living
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def _blocks_sigterm(process: psutil.Process) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -34,7 +34,7 @@ from feedback.journal.recovery import load_all
 from feedback.journal.segment import list_segments
 from feedback.journal.streams import STARTED
 from feedback.lake.data_files import DataFile, Spans, data_files
-from feedback.lake.delta_log import ERASED
+from feedback.lake.delta_log import DROPPED, ERASED
 from feedback.lake.erasure_registry import (
     ALL_TIMES,
     COLUMNS,
@@ -385,8 +385,30 @@ def _rewrite_all(lake: Lake, selectors: Iterable[Selector], report: Callable[[st
     return rows
 
 
-def _rewrite(lake: Lake, table: str, selectors: list[Selector]) -> int:
-    """Replace every file that holds a row to be erased by one without it; returns the number of rows that went."""
+def count_on_responses(lake: Lake, table: str, ids: Iterable[str], *, but: Collection[str] = ()) -> int:
+    """How many rows of feedback or rewards in the lake name one of these responses, but in some files.
+
+    Raises LakeError.
+    """
+    meant: list[Selector] = [Values("response_id", pa.array(sorted(ids), pa.string()), ALL_TIMES)]
+    files = [file for file, _ in _candidates(lake, table, lake.table(table), meant) if file.path not in but]
+    return sum(_count(lake, table, file, meant) for file in files)
+
+
+def remove_on_responses(lake: Lake, table: str, ids: Iterable[str]) -> int:
+    """Remove the rows of feedback or rewards that name one of these responses, as a retention; returns how many.
+
+    Raises LakeError.
+    """
+    values = pa.array(sorted(ids), pa.string())
+    return _rewrite(lake, table, [Values("response_id", values, ALL_TIMES)], mark=DROPPED)
+
+
+def _rewrite(lake: Lake, table: str, selectors: list[Selector], *, mark: str = ERASED) -> int:
+    """Replace every file that holds a row to be erased by one without it; returns the number of rows that went.
+
+    ``mark``: what the commits say that the rows were.
+    """
     removed = 0
     for _ in range(_ATTEMPTS):
         conflicts = 0
@@ -398,7 +420,7 @@ def _rewrite(lake: Lake, table: str, selectors: list[Selector]) -> int:
                     if table == "interactions":
                         _register_responses(lake, selectors, [(file, meaning)])
                     rest = pa.RecordBatchReader.from_batches(TABLES[table], _rest(lake, table, file, here))
-                    lake.replace(table, [file.path], rest, metadata={ERASED: count})
+                    lake.replace(table, [file.path], rest, metadata={mark: count})
                     removed += count
             except (LakeConflictError, FileNotFoundError) as error:  # a compaction took it: look where its rows are
                 log.info("looking again for rows to erase: %s", error)

@@ -5,8 +5,9 @@ replaced stays on disk for ``LakeConfig.vacuum_hours``, so that readers of an ol
 deltalake's ``optimize`` is not used: it fsyncs nothing, and two commits that replace one file do not conflict.
 
 Retention goes by a row's own date, with one limit for the three tables. Feedback and rewards are never older than
-their interaction, so that what is kept has all of its feedback and rewards; feedback and rewards that came later than
-the date of an interaction that was dropped join nothing until their own date is dropped.
+their interaction, so that what is kept has all of its feedback and rewards. Those of later dates go with the
+interaction that they are about: without it, an erasure of its user would not find them. Feedback that comes in only
+after that joins nothing, and is kept until its own date is dropped.
 
 A clock that jumps must not take rows with it. Retention believes today's date only if rows of earlier days bear it out,
 and a file that no version names goes only while no writer is at work, however old it looks.
@@ -29,7 +30,7 @@ from feedback.files import TEMPORARY, LockTimeoutError
 from feedback.lake.data_files import DataFile, StoredFile, TableFiles, data_files, unneeded
 from feedback.lake.delta_log import DROPPED, LOG_FOLDER, TORN_FOLDER, last_checkpoint
 from feedback.lake.tables import COMMIT_HOOKS, Lake, LakeConflictError, LakeError
-from feedback.maintenance.erasure import Rewritten, finish_erasures
+from feedback.maintenance.erasure import Rewritten, count_on_responses, finish_erasures, remove_on_responses
 from feedback.maintenance.external_sort import sort_rows
 from feedback.schema import TABLES
 
@@ -130,12 +131,16 @@ def _sorted_rows(lake: Lake, table: str, group: list[DataFile]) -> Iterator[pa.R
 
 @dataclass(frozen=True)
 class Retained:
-    """Dates that were dropped, oldest first, and for each table the files, rows and bytes of them."""
+    """Dates that were dropped, oldest first, and for each table the files, rows and bytes of them.
+
+    ``later``: feedback and rewards of other dates that went with the responses that they are about.
+    """
 
     dates: list[date]
     files: dict[str, int]
     rows: dict[str, int]
     bytes: dict[str, int]
+    later: dict[str, int]
 
 
 def retain(lake: Lake, *, dry_run: bool = False, today: date | None = None) -> Retained:
@@ -150,25 +155,44 @@ def retain(lake: Lake, *, dry_run: bool = False, today: date | None = None) -> R
         days = _to_drop(lake, everything, today)
         _check_clock(lake, everything, days, today)
         dropped = {table: [file for file in found if file.day in days] for table, found in files.items()}
-        result = Retained(
-            sorted(days),
-            {table: len(found) for table, found in dropped.items()},
-            {table: sum(file.rows or 0 for file in found) for table, found in dropped.items()},
-            {table: sum(file.size for file in found) for table, found in dropped.items()},
-        )
-        if dry_run:
-            return result
         try:
-            # Interactions go first: killed here, feedback is left that joins nothing, and goes at a later run.
-            for table, found in dropped.items():
-                if found:
+            ids = _response_ids(lake, dropped["interactions"])
+            result = Retained(
+                sorted(days),
+                {table: len(found) for table, found in dropped.items()},
+                {table: sum(file.rows or 0 for file in found) for table, found in dropped.items()},
+                {table: sum(file.size for file in found) for table, found in dropped.items()},
+                {
+                    table: count_on_responses(lake, table, ids, but={file.path for file in dropped[table]})
+                    for table in ("feedback", "rewards")
+                },
+            )
+            if dry_run:
+                return result
+            # Interactions go last: killed earlier, they still name the feedback that is to go with them.
+            for table in ("feedback", "rewards", "interactions"):
+                if found := dropped[table]:
                     lake.replace(table, [file.path for file in found], metadata={DROPPED: sorted(map(str, days))})
+                if result.later.get(table):
+                    remove_on_responses(lake, table, ids)
             return result
         except LakeConflictError as error:
             if attempt == _ATTEMPTS:
                 raise
             log.info("looking again at what to drop: %s", error)
     raise AssertionError("unreachable")
+
+
+def _response_ids(lake: Lake, files: list[DataFile]) -> set[str]:
+    """Raises LakeConflictError if a compaction took one of the files."""
+    ids: set[str] = set()
+    for file in files:
+        try:
+            for batch in lake.files("interactions").batches("interactions", file.path, ["response_id"]):
+                ids.update(batch.column("response_id").to_pylist())
+        except FileNotFoundError as error:
+            raise LakeConflictError(f"{lake.uri}: {file.path} was removed while it was read") from error
+    return ids
 
 
 def _to_drop(lake: Lake, files: list[DataFile], today: date) -> set[date]:

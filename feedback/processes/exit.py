@@ -13,7 +13,10 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
+
+if TYPE_CHECKING:
+    import psutil
 
 SIGNALLED: Final = 128
 """The exit code of what signal n has ended, itself or a process that it can't do without, is 128 + n."""
@@ -36,6 +39,14 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
         raise OSError(error, f"prctl: {os.strerror(error)}")
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def is_resource_tracker(process: psutil.Process) -> bool:
+    """Whether it is multiprocessing's, which ends with those whose shared memory it then removes.
+
+    Raises psutil.NoSuchProcess.
+    """
+    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def skip_teardown(reason: str) -> None:

@@ -62,6 +62,8 @@ class _Further:
     link: Link | None = None
     attached: bool = False
     lost: bool = False
+    metrics: bytes | None = None
+    """The last text that it gave."""
 
 
 class FurtherProcesses:
@@ -93,6 +95,7 @@ class FurtherProcesses:
         self._all: dict[int, _Further] = {}
         self._clients: dict[int, EngineClient] = {}
         self._spare: list[EngineClient] = []
+        self._ended_metrics: list[bytes] = []
         self._limiter: Limiter | None = None
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -185,18 +188,22 @@ class FurtherProcesses:
                 with suppress(LinkBroken):
                     one.link.tell(name, *arguments)
 
-    async def metrics(self) -> list[bytes]:
-        """The Prometheus texts of those that answer."""
+    async def metrics(self) -> tuple[list[bytes], list[bytes]]:
+        """The Prometheus texts of those that live, and the last ones of those that have ended.
 
-        async def text(link: Link) -> bytes | None:
+        Of one that does not answer it is the last that it gave, so that no counter goes back.
+        """
+
+        async def read(one: _Further) -> None:
+            assert one.link is not None
             with suppress(LinkBroken, CallFailed, TimeoutError):
                 async with asyncio.timeout(_ANSWER_S):
-                    found: bytes = await link.call("metrics")
-                    return found
-            return None
+                    one.metrics = await one.link.call("metrics")
 
-        links = [one.link for one in self._all.values() if one.link is not None]
-        return [found for found in await asyncio.gather(*map(text, links)) if found is not None]
+        living = list(self._all.values())
+        await asyncio.gather(*(read(one) for one in living if one.link is not None))
+        ended = list(self._ended_metrics)
+        return [one.metrics for one in living if one.metrics is not None and one.metrics not in ended], ended
 
     def stop(self, *, engine_died: bool = False) -> None:
         """Have them finish what they have, and end; say so again if the engine dies then, of which they don't hear."""
@@ -296,6 +303,8 @@ class FurtherProcesses:
         code = one.process.exitcode
         if self._stopping:
             return
+        if one.metrics is not None:
+            self._ended_metrics.append(one.metrics)
         # One that even SIGKILL does not end is held by the machine: it could still write to what is the next one's.
         replaced = code is not None and bool(self._spare) and self._may_serve.is_set()
         if code is not None:

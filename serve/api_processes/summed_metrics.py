@@ -31,20 +31,25 @@ _GAUGES: Final[dict[str, Callable[[Iterable[float]], float]]] = {
 """How gauges of the processes become one; of another one, the first process's counts."""
 
 
-def summed(texts: Sequence[bytes]) -> bytes:
-    """One text of all, the first process's first: counters and histograms are sums, gauges as ``_GAUGES`` says."""
-    return generate_latest(_Summed(texts))
+def summed(texts: Sequence[bytes], ended: Sequence[bytes] = ()) -> bytes:
+    """One text of all, the first process's first: counters and histograms are sums, gauges as ``_GAUGES`` says.
+
+    ``ended``: the last texts of processes that are gone, of which what they counted stays.
+    """
+    return generate_latest(_Summed(texts, ended))
 
 
 class _Summed(Collector):
-    def __init__(self, texts: Sequence[bytes]) -> None:
-        self._texts = texts
+    def __init__(self, texts: Sequence[bytes], ended: Sequence[bytes]) -> None:
+        self._texts = [*((text, False) for text in texts), *((text, True) for text in ended)]
 
     def collect(self) -> Iterator[Metric]:
         metrics: dict[str, Metric] = {}
         samples: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], list[Sample]]] = {}
-        for text in self._texts:
+        for text, ended in self._texts:
             for family in text_string_to_metric_families(text.decode()):
+                if ended and family.type not in ("counter", "histogram"):
+                    continue
                 metrics.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 of_family = samples.setdefault(family.name, {})
                 for sample in family.samples:

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import psutil
 
+from feedback.processes.exit import is_resource_tracker
 from feedback.processes.signals import stop_signals_blocked
 from feedback.user_code import search_path
 from serve.middleware.keyring import is_loopback
@@ -226,17 +227,12 @@ def _end() -> None:
     ray.shutdown()
     for process in all_of_it:
         with suppress(psutil.NoSuchProcess):
-            if not _is_tracker(process):
+            if not is_resource_tracker(process):
                 process.kill()
     _, left = psutil.wait_procs(all_of_it, timeout=_GONE_S)
     for process in left:
         log.error("process %d of Ray's does not end by itself: killing it", process.pid)
         process.kill()
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    """Whether it is multiprocessing's: it ends with those whose shared memory it then removes."""
-    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def _daemons() -> list[Any]:

@@ -353,7 +353,8 @@ def _print_retained(done: Retained, dry_run: bool) -> None:
         return
     click.echo(
         f"{'would drop' if dry_run else 'dropped'} {len(done.dates)} dates, {done.dates[0]} to {done.dates[-1]}: "
-        f"{_counted(done.rows)} ({_megabytes(sum(done.bytes.values()))})"
+        f"{_counted(done.rows)} ({_megabytes(sum(done.bytes.values()))}), and of other dates what is about these "
+        f"interactions: {_counted(done.later)}"
     )
 
 

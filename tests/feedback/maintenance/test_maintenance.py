@@ -433,13 +433,31 @@ def test_dates_older_than_retain_days_are_dropped_from_all_tables_and_today_neve
     assert ids(lake) == ["r0", "r1", "r2", "r3", "r4"]
     assert retain(lake) == dry
     assert dry.rows == {"interactions": 2, "feedback": 2, "rewards": 0}
+    assert dry.later == {"feedback": 0, "rewards": 2}, "rewards are of today, and go with what they are about"
     assert ids(lake) == ids(lake, "interactions") == ["r0", "r1", "r2"]
-    assert len(ids(lake, "rewards")) == 5, "rewards go by their own date"
+    assert ids(lake, "rewards") == ["r0", "r1", "r2"]
     assert retain(lake).dates == []
     assert score(lake, ScoringConfig()).scored == 0
     believing = Lake(lake.uri, lake.config.model_copy(update={"retain_gap_days": None}))
     later = retain(believing, today=today.date() + timedelta(days=30))
-    assert later.rows == {"interactions": 3, "feedback": 3, "rewards": 5}
+    assert later.rows == {"interactions": 3, "feedback": 3, "rewards": 3}
+
+
+def test_feedback_of_any_date_goes_with_the_response_it_is_about_which_alone_names_its_user(tmp_path):
+    lake = Lake(str(tmp_path / "lake"), LakeConfig(retain_days=2, retain_gap_days=None))
+    lake.create()
+    today = datetime.now(UTC)
+    old = today - timedelta(days=5)
+    put(lake, "interactions", [interaction("old", user="ada", created_at=old), interaction("new", created_at=today)])
+    late = [thumb("old", 1, feedback_id="late", created_at=today), thumb("new", 1, feedback_id="n", created_at=today)]
+    put(lake, "feedback", [thumb("old", 1, feedback_id="early", created_at=old), *late])
+    assert score(lake, ScoringConfig()).scored == 2
+    assert retain(lake, dry_run=True).later == {"feedback": 1, "rewards": 1}
+    assert len(ids(lake)) == 3
+    assert retain(lake).later == {"feedback": 1, "rewards": 1}
+    assert (ids(lake, "interactions"), ids(lake), ids(lake, "rewards")) == (["new"], ["new"], ["new"])
+    assert score(lake, ScoringConfig()).scored == 0
+    assert maintain(lake).retained.later == {"feedback": 0, "rewards": 0}
 
 
 def test_the_oldest_dates_are_dropped_until_the_rest_fits_and_today_never(lake):
@@ -468,7 +486,7 @@ def test_a_retention_that_is_killed_between_tables_is_finished_by_the_next(lake,
     replace = Lake.replace
 
     def once(self: Lake, table: str, *arguments: object, **named: object) -> object:
-        if table == "feedback":
+        if table == "interactions":
             raise KeyboardInterrupt
         return replace(self, table, *arguments, **named)
 
@@ -476,9 +494,9 @@ def test_a_retention_that_is_killed_between_tables_is_finished_by_the_next(lake,
         patch.setattr(Lake, "replace", once)
         with pytest.raises(KeyboardInterrupt):
             retain(old)
-    assert (ids(lake, "interactions"), len(ids(lake))) == ([], 16)
+    assert (len(ids(lake, "interactions")), ids(lake)) == (16, [])
     retain(old)
-    assert ids(lake) == []
+    assert ids(lake, "interactions") == []
 
 
 def a_month_of_rows(lake: Lake, *, also: timedelta | None = None) -> datetime:

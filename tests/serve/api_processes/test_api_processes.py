@@ -131,6 +131,12 @@ async def begun(stack: AsyncExitStack, client: httpx.AsyncClient, user: str, tok
     return lines
 
 
+def refusals(metrics: str) -> float:
+    """Requests that were answered 503, by a Prometheus text."""
+    found = re.search(r'^millrace_requests_total\{code="503",route="/generate"\} (\S+)', metrics, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
 def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
 
@@ -376,6 +382,7 @@ async def test_one_that_dies_or_hangs_is_replaced_and_loses_nothing_and_the_boun
             assert (refused.status_code, refused.json()["detail"]) == (503, "4 requests are at work already")
         before = (await spare[FIRST].get("/metrics")).text
         assert "\nmillrace_engine_in_flight 4.0\n" in before
+        assert refusals(before) == 2
         done = (await spare[FURTHER].get("/health")).status_code
         # However quick the machine, its streams are at work when it is found dead: the engine stands still until then.
         engine = engine_of(server)
@@ -410,6 +417,7 @@ async def test_one_that_dies_or_hangs_is_replaced_and_loses_nothing_and_the_boun
         for client in spare:
             refused = await client.post("/generate", json={"prompt": "a", "max_tokens": 2})
             assert (refused.status_code, refused.json()["detail"]) == (503, "4 requests are at work already")
+        assert refusals((await spare[FURTHER].get("/metrics")).text) == 4, "what the dead one counted stays"
         for _, lines in again:
             text = "\n".join([line async for line in lines])
             acknowledged.append(events(text)[-1]["id"].removeprefix("cmpl-"))
