@@ -21,6 +21,11 @@ $(VENV)/.installed-$(LOCK): $(LOCK) pyproject.toml
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
+# What tests need and a start should not wait for: transformers imports it wherever it is.
+$(VENV)/.installed-requirements-tests.txt: requirements-tests.txt | setup
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --requirement requirements-tests.txt
+	touch $@
+
 # What the demo's training sees: people's feedback alone (rlhf), or the rule that knows the answers (rlvr).
 RECIPE ?= rlhf
 
@@ -30,10 +35,10 @@ demo: setup      ## turn the whole loop on this machine, from people's feedback 
 # Processes that tests run in, a file of tests in one of them, in order.
 JOBS ?= 2
 
-test: setup      ## run the tests; a few that fail are run once more, alone, and named
+test: setup $(VENV)/.installed-requirements-tests.txt ## run the tests; a few that fail are run once more, alone, and named
 	$(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-long: setup ## run the tests that take longest, which `make test` leaves out
+test-long: setup $(VENV)/.installed-requirements-tests.txt ## run the tests that take longest, which `make test` leaves out
 	$(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
 test-cluster: setup ## a fleet and a training on two nodes of Ray, one of which is killed; needs root: about 10 minutes
@@ -172,9 +177,9 @@ lock:            ## resolve pyproject.toml anew into the locks, and the images' 
 	$(WITHOUT) $(UNUSED) > .overrides-gpu.txt
 	echo 'torch==2.13.0+cpu' > .constraints.txt
 	$(FOR_CPU) --extra dev --constraints .constraints.txt --output-file requirements-cpu.txt
-	$(FOR_GPU) --extra dev --output-file requirements-gpu.txt
+	$(FOR_GPU) --extra dev --extra low-precision --output-file requirements-gpu.txt
 	$(FOR_CPU) --constraints requirements-cpu.txt --output-file $(IMAGES)/requirements-cpu.txt
-	$(FOR_GPU) --constraints requirements-gpu.txt --output-file $(IMAGES)/requirements-gpu.txt
+	$(FOR_GPU) --extra low-precision --constraints requirements-gpu.txt --output-file $(IMAGES)/requirements-gpu.txt
 	rm .overrides-cpu.txt .overrides-gpu.txt .constraints.txt
 
 wheel: setup     ## build dist/millrace-*.whl

@@ -146,7 +146,7 @@ def train(
     from was erased meanwhile, 1 if the run was stopped for its health or failed; nothing is then published.
     """
     from deploy import memory_check
-    from deploy.fp8_check import fp8_problem
+    from deploy.fp8_check import fp8_problem, torchao_problem
     from deploy.loop.cycle import training_parent
     from deploy.loop.preflight import no_reward, reward_of, training_problems
 
@@ -156,7 +156,8 @@ def train(
         raise ConfigError("evaluation.holdout is 0: there are no held-out prompts; set it, such as to 0.1")
     if not reward_model and (problems := [why for why in (no_reward(settings), *training_problems(settings)) if why]):
         raise ConfigError("\n".join(problems))
-    if reward_model and (why := fp8_problem(settings.train.of_reward_model())):
+    of_reward_model = settings.train.of_reward_model()
+    if reward_model and (why := fp8_problem(of_reward_model) or torchao_problem(of_reward_model)):
         raise ConfigError(why)
     resolved = settings.resolved()
     name = name or f"manual-{datetime.now(UTC):%Y%m%d-%H%M%S}"

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from deploy.config.root import ConfigError, RecipeStage, Settings
-from deploy.fp8_check import fp8_problem
+from deploy.fp8_check import fp8_problem, torchao_problem
 from evaluation.config import JUDGING
 from feedback.config import ScoringConfig
 from feedback.exchange.record_files import RecordError, files_of
@@ -144,8 +144,7 @@ def training_problems(settings: Settings) -> list[str]:
         loads["train.dataflow"] = partial(dataflows.load, train)
     for own in settings.resolved().train.data.prompts:
         loads[f"train.data.prompts {own.path.name}"] = partial(files_of, own.path, own.split)
-    if why := fp8_problem(train):
-        problems.append(why)
+    problems += [why for why in (fp8_problem(train), torchao_problem(train)) if why]
     store = settings.policy_store()
     if policy := store.serving():
         loads["train.model"] = partial(_read_as_trained, train, store.get(policy.version).path)

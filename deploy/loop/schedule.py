@@ -36,6 +36,7 @@ LOCK = ".schedule.lock"
 """In the home: schedulers that run share it."""
 
 _CYCLE, _MAINTENANCE, _EXPERIMENT = "cycle", "maintenance", "look at the experiment"
+_SOON_S = 60.0  # the process of resident workers starts at once where the first cycle is due by then
 _FIRST_MAINTENANCE_S = 300.0  # a scheduler that is often started again does maintenance too
 
 
@@ -62,6 +63,7 @@ class Scheduler:
         self._before = {record.number for record in records.load_all(settings)}
         logging.getLogger("apscheduler").setLevel(logging.ERROR)  # _report prints what it warns of
         # Its jobs run one at a time each, and missed runs of one become one, as is APScheduler's default.
+        self._soon = False
         self._scheduler = BlockingScheduler(timezone=UTC if not settings.schedule.cron else None)
 
     def run(self) -> None:
@@ -97,7 +99,7 @@ class Scheduler:
                 preloaded.serving(self._settings.path(self._settings.up.logs) / "preloaded.log")
                 if self._trigger
                 else nullcontext(),
-                resident.serving(self._settings) if self._trigger else nullcontext(),
+                resident.serving(self._settings, at_once=self._soon) if self._trigger else nullcontext(),
             ):
                 self._scheduler.start()
         finally:
@@ -116,6 +118,7 @@ class Scheduler:
             misfire_grace_time=None if schedule.misfire_grace_seconds is None else int(schedule.misfire_grace_seconds),
         )
         wait = max(0.0, (first - datetime.now(UTC)).total_seconds())
+        self._soon = wait < _SOON_S
         every = f"cron {schedule.cron!r}" if schedule.cron else f"every {schedule.interval_seconds:g} s"
         return f"{every}, first cycle in {wait:.0f} s"
 

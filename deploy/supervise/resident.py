@@ -36,15 +36,16 @@ _END_S: Final = 40.0
 
 
 @contextmanager
-def serving(settings: Settings) -> Iterator[None]:
+def serving(settings: Settings, *, at_once: bool = False) -> Iterator[None]:
     """Have the stages that this process starts in the block share resident workers, unless one above owns some.
 
     They start when the first training asks, again when one asks after they have ended, and end with the block.
+    ``at_once``: a training will ask in a moment; its process starts and imports now, and waits for it for a while.
     """
     if not settings.train.resident.enabled or ADDRESS in os.environ or (listener := listen()) is None:
         yield
         return
-    activation = _Activation(listener, settings)
+    activation = _Activation(listener, settings, at_once)
     os.environ[ADDRESS] = listener.address
     try:
         yield
@@ -56,8 +57,8 @@ def serving(settings: Settings) -> Iterator[None]:
 class _Activation:
     """Starts the workers once a stage asks. In a thread, as Linux ties them to the one that has started them."""
 
-    def __init__(self, listener: Listener, settings: Settings) -> None:
-        self._listener = listener
+    def __init__(self, listener: Listener, settings: Settings, at_once: bool) -> None:
+        self._listener, self._at_once = listener, at_once
         self._log, self._state = settings.path(settings.up.logs) / "resident.log", settings.path(STATE)
         self._closing, self._closed = os.pipe()
         self._thread = threading.Thread(target=self._run, name="resident workers", daemon=True)
@@ -69,6 +70,8 @@ class _Activation:
 
     def _run(self) -> None:
         with self._listener.owners:
+            if self._at_once and self._work():
+                self._listener.turn_away()
             while self._closing not in select([self._listener.owners.fileno(), self._closing], [], [])[0]:
                 if self._work():
                     self._listener.turn_away()  # whoever waits starts workers of its own

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from deploy import cli, fp8_check, memory_check
@@ -9,6 +11,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.gpus import Gpu
 from deploy.loop.cycle import run_cycle
+from deploy.loop.preflight import training_problems
 
 REFUSED = r"train\.fp8\.training=rowwise: the CPU of this machine does not multiply in fp8.*train\.fp8\.emulate=true"
 OPTIONS = [("train.fp8.training", "rowwise"), ("train.dtype", "bfloat16")]
@@ -66,3 +69,23 @@ def test_of_several_gpus_the_newest_decides_and_an_old_one_is_named(
     assert "GPU 1 (compute capability 8.6) does not multiply in fp8" in str(fp8_check.fp8_problem(train))
     on_gpus(monkeypatch)
     assert fp8_check.fp8_problem(train) is None, "nothing is known, and the ranks look themselves"
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        ([("train.optimizer.name", "adamw_8bit")], "train.optimizer.name=adamw_8bit"),
+        ([("train.lora", "{rank: 4, base: nf4}")], "train.lora.base=nf4"),
+        ([*OPTIONS, ("train.fp8.emulate", "true")], "train.fp8.training"),
+    ],
+)
+def test_without_torchao_what_needs_it_is_refused_with_what_to_install(
+    home_with_policy: Settings, monkeypatch: pytest.MonkeyPatch, options: list[tuple[str, str]], setting: str
+) -> None:
+    settings = root.load(home_with_policy.snapshot(), options, {})
+    assert fp8_check.torchao_problem(settings.train) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    said = f"{setting} needs torchao, which is not installed: pip install 'millrace[low-precision]'"
+    assert fp8_check.torchao_problem(settings.train) == said
+    assert said in training_problems(settings)
+    assert fp8_check.torchao_problem(home_with_policy.train) is None

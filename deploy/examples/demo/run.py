@@ -142,7 +142,7 @@ def demo_config(folder: Path, recipe: str, cycles: int, seed: int) -> dict[str, 
             "rollout": {**context, "max_tokens": 12},
             "data": {"prompts_per_step": 40, "min_prompts": 64, "traffic_share": 0.2},
             "reward_model": {
-                **{"steps": 80, "items_per_step": 96, "learning_rate": 5e-4, "vote_noise": 0.1},
+                **{"steps": 48, "items_per_step": 96, "learning_rate": 5e-4, "vote_noise": 0.1},
                 **{"min_items": 400, "min_new_feedback": 1000},
             },
         },

@@ -71,6 +71,17 @@ def owner(settings: Settings) -> Iterator[None]:
     assert resident.residents(settings) is None
 
 
+def test_where_a_training_is_due_in_a_moment_the_workers_process_is_there_before_it_asks(tmp_path: Path) -> None:
+    settings = root.load(None, [("home", str(tmp_path))])
+    with resident.serving(settings, at_once=True):
+        deadline = time.monotonic() + 120
+        while (found := resident.residents(settings)) is None:
+            assert time.monotonic() < deadline, (tmp_path / "logs" / "resident.log").read_text()
+            time.sleep(0.2)
+        assert found["state"] == "starts"
+    assert resident.residents(settings) is None
+
+
 def job(home: Path, name: str, **settings: Any) -> tuple[TrainConfig, JobContext]:
     os.chdir(home)  # all stages of a home's cycles have one folder
     context = job_context(home, name, reward="users_code:reward", python_path=[str(home)], parent=1)

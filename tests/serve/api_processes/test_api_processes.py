@@ -68,7 +68,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., LiveServer]]:
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """A policy with a long context."""
-    return [make_model_folder(tmp_path_factory.mktemp("roomy") / "m", 1, context=4096)]
+    return [make_model_folder(tmp_path_factory.mktemp("roomy") / "m", 1, context=16384)]
 
 
 def api_processes(server: LiveServer) -> list[psutil.Process]:
@@ -457,7 +457,7 @@ async def test_a_stop_finishes_what_both_have_and_cuts_off_what_takes_longer_tha
     async with AsyncExitStack() as stack:
         streams = [
             await begun(stack, client, user, tokens)
-            for user, tokens in (("long", 4000), ("short", 200))
+            for user, tokens in (("long", 16000), ("short", 200))
             for client in await clients_of(server, stack)
         ]
         os.kill(server.process.pid, signal.SIGTERM)
