@@ -158,7 +158,8 @@ def build(
         prefetch(layers, options.prefetch_layers)
     home = torch.device("cpu") if offload else device
     load(model, policy, home, unstored, packed)
-    nf4.load(model, packed, policy, home)
+    if packed:
+        nf4.load(model, packed, policy, home)
     if lora is not None:
         initialise(model, home)
     return model.eval()
