@@ -62,12 +62,20 @@ class Offline(Dataflow):
         return {
             **means(updates),
             **k2_ref(minibatches, before),
+            **(self.at_end(minibatches) if done == config.steps else {}),
             "learned_length": float(batch.response_lengths.float().mean()),
             "items": float(len(batch.groups.unique())),
             "tokens": float(len(batch.tokens)),
             **at_start,
             **(self.measure("held_out") if due else {}),
         }
+
+    def at_end(self, minibatches: list[PackedBatch]) -> dict[str, float]:
+        """What of the policy that would be published no later step can measure, by what the last step learned from."""
+        log_probs = [self.run.groups.actor.log_probs(minibatch) for minibatch in minibatches]
+        learned = torch.cat([x[m.response_mask] for m, x in zip(minibatches, log_probs, strict=True)])
+        moved = {f"{name}_at_end": value for name, value in k2_ref(minibatches, log_probs).items()}
+        return {"log_prob_at_end": float(learned.double().mean()), **moved}
 
     # ------------------------------------------------------------------------------------------ what a loss reads
 

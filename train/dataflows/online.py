@@ -113,8 +113,8 @@ class Online(Dataflow):
             metrics |= self.curriculum.metrics(step)
         if self.stream is not None:
             metrics |= of_policies(step, drawn.rollouts) | {"queued_groups": float(self.stream.queued)}
-        if batch is not None and updates and step + 1 == self.run.config.steps:
-            metrics |= at_end(batch, self.run.groups.actor.log_probs(batch))
+        if step + 1 == self.run.config.steps:
+            metrics |= self.at_end(batch if updates else None, fresh.rollouts + drawn.logged)
         self.reshard(step + 1)
         if self.own and step + 1 == self.run.config.steps:
             assert self.run.config.data.pass_rate is not None
@@ -219,6 +219,20 @@ class Online(Dataflow):
             batch = batch.with_(old_log_probs=groups.actor.log_probs(batch))
         self.run.timer.record("log_probs")
         return batch
+
+    def at_end(self, batch: PackedBatch | None, drawn: list[Rollout]) -> dict[str, float]:
+        """What of the policy that would be published no later step can measure, by what the last step learned from.
+
+        If that was nothing (None), by all that it drew: a policy whose responses are all alike may have collapsed.
+        """
+        reference = self.run.groups.reference
+        if batch is None and drawn:
+            batch = PackedBatch.pack(drawn)
+            if self.is_enough(batch) and reference is not None:
+                batch = batch.with_(ref_log_probs=reference.log_probs(batch))
+        if batch is None or not self.is_enough(batch):
+            return {}
+        return at_end(batch, self.run.groups.actor.log_probs(batch))
 
     def values(self, batch: PackedBatch) -> PackedBatch:
         """With what the critic expects, and what it is to learn, if there is a critic."""

@@ -72,7 +72,7 @@ def _play(
     split = config.rewritten_turns == "split"
     conversation = Conversation(text, messages, tools, split=split, vocabulary=limits.vocabulary)
     rewards: list[float | None] = []
-    sampled, done = 0, False
+    sampled, done, ended = 0, False, True
     while not done:
         context = conversation.context
         room = min(limits.turn, limits.episode - sampled, limits.context - len(context))
@@ -94,9 +94,9 @@ def _play(
             conversation.add_observation(answer, turn.token_ids, observation, ended=ended)
     if not rewards:
         raise EpisodeDropped("too_long", f"{len(conversation.context)} tokens of context leave no room for a turn")
-    truncated = not done
+    truncated = not (done and ended)
     if all(reward is None for reward in rewards):
-        if not truncated:
+        if done:
             raise EpisodeDropped("no_reward", f"the episode ended after {len(rewards)} turns without a reward")
         rewards[-1] = config.unfinished_reward
     return Episode(conversation.finished(), [reward or 0.0 for reward in rewards], truncated)

@@ -169,7 +169,7 @@ def _play(call: Caller, prompt: EpisodePrompt, config: EnvironmentConfig, ask: A
         if done:
             raise EpisodeDropped("no_reward", f"the episode ended after {len(rewards)} turns without a reward")
         rewards[-1] = config.unfinished_reward
-    return ServedEpisode(sum(reward or 0.0 for reward in rewards), len(rewards), truncated=not done)
+    return ServedEpisode(sum(reward or 0.0 for reward in rewards), len(rewards), truncated=not (done and ended))
 
 
 def _call(found: Mapping[str, Any]) -> ToolCall:

@@ -151,7 +151,8 @@ def by_episode(token_rewards: Tensor, batch: PackedBatch) -> Credited:
 def by_turn(token_rewards: Tensor, batch: PackedBatch) -> Credited:
     """Each turn with the rewards from it to its episode's end, among the turns of its number to the same prompt.
 
-    Those which no other episode of the group got to are, like responses without a group, compared with each other.
+    Those that no other episode of the group got to belong to the last one before them that another got to: what came
+    from them on is compared with it.
     """
     mask = batch.response_mask
     begins = mask & ~mask.roll(1)  # a sequence begins with its prompt
@@ -160,8 +161,11 @@ def by_turn(token_rewards: Tensor, batch: PackedBatch) -> Credited:
     first = torch.searchsorted(index, torch.arange(int(index[-1]) + 1))
     number = torch.arange(len(index)) - first[index]
     pairs = torch.stack([batch.per_token(batch.groups)[begins], number])
-    _, groups = pairs.unique(dim=1, return_inverse=True)
-    return Credited(returns_to_go(token_rewards, batch)[begins], groups, turn.clamp(min=0))
+    _, groups, counts = pairs.unique(dim=1, return_inverse=True, return_counts=True)
+    compared = (counts[groups] > 1) | (number == 0)
+    unit = compared.cumsum(0) - 1
+    rewards = returns_to_go(token_rewards, batch)[begins]
+    return Credited(rewards[compared], groups[compared], unit[turn.clamp(min=0)])
 
 
 # ------------------------------------------------------------------------------------------------------ helpers

@@ -26,6 +26,7 @@ BOUND_BY_MAX_KL: Final = {
     "kl_ref": "KL to the parent policy",
     "kl_ref_at_end": "after the last update, KL to the parent policy",
     "k2_ref": "half the squared log ratio to the parent policy, of the tokens learned from,",
+    "k2_ref_at_end": "after the last update, half the squared log ratio to the parent policy, of tokens learned from,",
 }
 """Metrics, and what they are. ``k2_ref`` is of feedback (train/dataflows/offline.py)."""
 

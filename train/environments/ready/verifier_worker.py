@@ -194,13 +194,14 @@ def conforms(text: str, schema: Any) -> bool:
     """Whether a text is JSON that a schema allows. Raises what says that the schema is none."""
     import jsonschema
     from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import EMPTY_REGISTRY
 
     try:
         value = json.loads(text, parse_constant=_no_json)
     except (ValueError, RecursionError):
         return False
     try:
-        jsonschema.validate(value, schema)
+        jsonschema.validate(value, schema, registry=EMPTY_REGISTRY)  # nothing is fetched
     except (jsonschema.SchemaError, Unresolvable, re.error, MemoryError):
         raise
     except Exception:  # noqa: BLE001  not valid; or a value, as a number beyond all floats, that it can't judge

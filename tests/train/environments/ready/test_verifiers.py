@@ -127,8 +127,12 @@ def test_json_must_be_what_the_schema_allows() -> None:
     assert verdict(JsonSchema(backtracks, seconds=2), '"' + "a" * 50 + '!"') == 0.0
 
 
-def test_a_schema_that_is_wrong_is_no_fault_of_the_response_and_a_response_can_not_pass_for_that() -> None:
-    for wrong in ({"type": "no type"}, {"pattern": "("}, {"$ref": "#/none"}):
+def test_a_schema_that_is_wrong_is_no_fault_of_the_response_and_a_response_can_not_pass_for_that(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "any.json").write_text("{}")  # is not read: the schema may be a client's
+    elsewhere = (tmp_path / "any.json").as_uri()
+    for wrong in ({"type": "no type"}, {"pattern": "("}, {"$ref": "#/none"}, {"$ref": elsewhere}):
         with pytest.raises(ValueError, match=r"^json_schema: "):
             verdict(JsonSchema(), '"a"', schema=json.dumps(wrong))
     assert verdict(JsonSchema({"multipleOf": 0.1}), "1" + "0" * 400) == 0.0
