@@ -34,7 +34,7 @@ from serve.api_processes.further import Beginning, FurtherProcess
 from serve.api_processes.process import CUT_OFF_S, ApiProcess
 from serve.config import ServeConfig
 from serve.middleware.authentication import Authenticator
-from serve.middleware.connections import BoundedHttp, bind
+from serve.middleware.connections import BoundedHttp, bind, connections_at_most
 from serve.middleware.keyring import CONSOLE
 from serve.middleware.request_context import RESPONSES, RequestContext
 from serve.observability import log_format
@@ -264,11 +264,13 @@ class _Uvicorn(uvicorn.Server):
 
     def __init__(self, server: ApiProcess, app: FastAPI) -> None:
         config = server.config
+        http = BoundedHttp.believing(config.sso)
+        http.most = connections_at_most()
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=BoundedHttp.believing(server.config.sso),
+                http=http,
                 ws="none",  # there is no route for it, and its own protocol would have no bounds
                 access_log=False,  # serve.middleware.request_context has a better one
                 log_config=None,

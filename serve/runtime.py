@@ -206,6 +206,8 @@ class Server(ApiProcess):
     def dead(self) -> str | None:
         if self.swapper.broken:
             return self.swapper.broken
+        if self.journal.ended:
+            return "the journal's thread has ended"
         return None if self.engine.healthy else "the engine's process has died"
 
     def unready(self) -> str | None:

@@ -19,7 +19,7 @@ from feedback.schema import TABLES
 _FIELDS: Final = {table: frozenset(schema.names) for table, schema in TABLES.items()}
 _REQUIRED: Final = {table: [f.name for f in schema if not f.nullable] for table, schema in TABLES.items()}
 _TIMES: Final = {table: [f.name for f in schema if pa.types.is_timestamp(f.type)] for table, schema in TABLES.items()}
-_CONVERSION_ERRORS: Final = (pa.ArrowException, ValueError, TypeError, OverflowError, AttributeError)
+CONVERSION_ERRORS: Final = (pa.ArrowException, ValueError, TypeError, OverflowError, AttributeError)
 
 
 class RowError(ValueError):
@@ -112,7 +112,7 @@ def convert(table: str, rows: Sequence[dict[str, Any]]) -> tuple[pa.RecordBatch,
     layout = _LAYOUTS[table]
     try:
         return _to_batch(rows, layout), {}
-    except _CONVERSION_ERRORS:
+    except CONVERSION_ERRORS:
         errors = {position: error for position, row in enumerate(rows) if (error := _error(table, row)) is not None}
         return _to_batch([row for position, row in enumerate(rows) if position not in errors], layout), errors
 
@@ -121,6 +121,6 @@ def _error(table: str, row: dict[str, Any]) -> RowError | None:
     for column in TABLES[table]:
         try:
             pa.array([row.get(column.name)], column.type)
-        except _CONVERSION_ERRORS as error:
+        except CONVERSION_ERRORS as error:
             return RowError(f"{table}: column {column.name!r}: {error}")
     return None

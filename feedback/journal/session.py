@@ -18,7 +18,7 @@ from typing import Any
 from feedback.config import JournalConfig
 from feedback.files import fsync_path, try_lock, write_all
 from feedback.ids import uuid7
-from feedback.journal.codec import RowError, convert
+from feedback.journal.codec import CONVERSION_ERRORS, RowError, convert
 from feedback.journal.segment import CLOSED, END_MARK, OPEN, SegmentName, encode_batch, encode_schema
 from feedback.journal.streams import Stream
 from feedback.schema import TABLES
@@ -152,7 +152,13 @@ class WriterSession:
         self._segments, self._replaced = {}, []
 
     def _write(self, segment: _OpenSegment, rows: list[dict[str, Any]]) -> dict[int, RowError]:
-        batch, errors = convert(segment.name.table, rows)
+        try:
+            batch, errors = convert(segment.name.table, rows)
+        except CONVERSION_ERRORS:  # all of them are more than a message holds: their texts, than offsets of 32 bits
+            if (half := len(rows) // 2) == 0:
+                raise
+            first, second = self._write(segment, rows[:half]), self._write(segment, rows[half:])
+            return first | {half + position: error for position, error in second.items()}
         message = encode_batch(batch, segment.name, segment.messages + segment.unsynced_messages + 1)
         write_all(segment.fd, memoryview(message))
         segment.unsynced += message.size

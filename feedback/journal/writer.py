@@ -181,6 +181,11 @@ class Journal:
         )
 
     @property
+    def ended(self) -> bool:
+        """Whether its thread has ended though nobody closed it: it will never take a row again."""
+        return self._thread is not None and not self._thread.is_alive() and not self._closing
+
+    @property
     def backlog(self) -> float:
         """The share of the queue, 0 to 1, that waits for the disk; at 1, callers wait for room."""
         return len(self._queue) / self.config.max_queued_rows

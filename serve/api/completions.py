@@ -39,6 +39,7 @@ router = APIRouter()
 Kind = Literal["completions", "chat"]
 
 _FIELDS: Final[dict[Kind, dict[str, dict[str, Any]]]] = {"completions": COMPLETION, "chat": CHAT}
+_ROWS_BYTES: Final = 256 << 20  # of the rows of one request, by its body
 _MOST_CHARACTERS: Final = 2000  # of an error's text: vLLM repeats the value that is wrong in it
 _ERROR: Final = 'data: {"error"'  # what the event of a stream that fails begins with, in OpenAI's API
 _FEW_MESSAGES: Final = 16  # up to here, all that is wrong with them is reported at once
@@ -189,6 +190,7 @@ def _understand(content: bytes, session_id: str | None, server: Server, kind: Ki
         session_id=session_id,
     )
     body = understood.body
+    _check_rows(content, body)
     _check_model(server, body.get("model"))
     if len(messages := body.get("messages", ())) > _FEW_MESSAGES:
         for position, message in enumerate(messages):
@@ -200,6 +202,21 @@ def _understand(content: bytes, session_id: str | None, server: Server, kind: Ki
     except Exception as error:  # of vLLM's own validators, which expect well-formed parts
         raise _misunderstood(error, kind) from error
     return understood, model
+
+
+def _check_rows(content: bytes, body: dict[str, Any]) -> None:
+    """Raises Problem 413 if the rows that a body asks for, each with a copy of all but the prompts, are too large."""
+    prompts = prompt if isinstance(prompt := body.get("prompt"), list) else [prompt]
+    responses = (body.get("n") or 1) * len(prompts)
+    if len(content) * responses > _ROWS_BYTES:
+        own = len(orjson.dumps(prompts)) // len(prompts)  # of a prompt, on average
+        size = responses * (max(0, len(content) - own * len(prompts)) + own)
+        if size > _ROWS_BYTES:
+            raise Problem(
+                413,
+                f"its {responses} responses would be recorded with {size} bytes of what it says, of which "
+                f"{_ROWS_BYTES} are allowed: send fewer prompts at a time, or less beside them",
+            )
 
 
 def _check_message(position: int, message: dict[str, Any]) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import resource
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, ClassVar, Final, Literal
 
@@ -31,6 +33,10 @@ HEAD_TIMEOUT_S: Final = 30.0
 REST_BYTES: Final = 32 << 20
 REST_TIMEOUT_S: Final = 30.0
 PIPELINED: Final = 64
+
+_MOST_FILES: Final = 1 << 16
+_OTHER_FILES: Final = 256  # of this process: the journal's and the lake's, the engine's sockets, files of the store
+_FEWEST: Final = 64
 
 _PIECE_BYTES: Final = 4096  # parsed between two looks at the bounds
 _TOO_LARGE: Final = (
@@ -60,13 +66,27 @@ def bind(host: str, port: int, share: Literal["no", "begin", "join"] = "no") -> 
     return bound
 
 
+def connections_at_most() -> int:
+    """How many connections leave files for all else, once this process may have as many files as the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    with suppress(ValueError, OSError):  # the most of one process, by fs.nr_open, may be less
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(_FEWEST, soft - _OTHER_FILES)
+
+
 class BoundedHttp(HttpToolsProtocol):
     """Ends a connection whose client sends what no request needs.
 
     A head that is not whole after ``HEAD_BYTES`` gets 431, one that is not after ``HEAD_TIMEOUT_S`` no answer. Trailers
     and chunk extensions have as many bytes, and are dropped. Of a request that was answered before it was whole,
-    ``REST_BYTES`` are read, for ``REST_TIMEOUT_S``. ``PIPELINED`` requests may wait for the one before them.
+    ``REST_BYTES`` are read, for ``REST_TIMEOUT_S``. ``PIPELINED`` requests may wait for the one before them. A
+    connection beyond those that the process may have files for is closed at once: the journal needs files too.
     """
+
+    most: ClassVar[int | None] = None
+    """Connections at a time; None: any number."""
 
     _user_header: ClassVar[bytes | None] = None
     _proxies: ClassVar[tuple[str, ...]] = ()
@@ -95,6 +115,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.most is not None and len(self.connections) > self.most:
+            return transport.close()
         self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -257,6 +257,9 @@ class Swapper:
                 unreachable = str(error)
                 self._seen, self._readied = before
                 await asyncio.sleep(_RETRY_S)
+            except (EngineError, TimeoutError) as error:
+                log.error("policy %d stays, and the policy store is followed on: %s", self.engine.version, error)
+                await asyncio.sleep(_RETRY_S)
             else:
                 unreachable = None
 
@@ -347,7 +350,7 @@ class Swapper:
         self._taking_turns, self.failed = None, None
         if self._spare is not None and not self.config.shadow_weights:
             self._spare = None
-            await self.engine.release()
+            await self._release()
 
     def _stop_experiment(self, turn: Turn, why: str) -> None:
         """Only what is wrong with the candidate speaks against it."""
@@ -498,6 +501,11 @@ class Swapper:
         """Give up what was prepared and is not wanted any more."""
         if self._ready is not None:
             self._ready = None
+            await self._release()
+
+    async def _release(self) -> None:
+        """Free the second set of weights; an engine that is in a long step does so when it gets to it."""
+        with suppress(TimeoutError):
             await self.engine.release()
 
     def _fail(self, pointer: Pointer, error: str) -> None:
@@ -569,7 +577,7 @@ class Swapper:
             if exchanged is not None and exchanged.kept and (config.shadow_weights or self._taking_turns is not None):
                 self._spare = old
             else:
-                await self.engine.release()
+                await self._release()
         except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy must serve on and the cause be recorded
             error = _describe(failure)
             await self._put_back(old, exchanged, error)

@@ -152,6 +152,7 @@ def server_engine(
     compat.require()  # the versions, before a name is imported that another one may lack
     with server_children(config):
         _silence()
+        from vllm.config import StructuredOutputsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
@@ -184,6 +185,9 @@ def server_engine(
             "generation_config": "auto",
             "worker_extension_cls": _WORKER,
             "scheduler_cls": _SCHEDULER,
+            # By vLLM's own default each request's grammar is checked by a backend that suits it, and all are made by
+            # that of the first request; and one of them writes a schema out without bounds.
+            "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
             "disable_log_stats": True,
             **_prefill(),
         }

@@ -8,10 +8,12 @@ import threading
 from datetime import datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from feedback_rows import append, interaction, rows, thumb
 
 from feedback.config import JournalConfig
+from feedback.journal import session
 from feedback.journal.codec import RowError
 from feedback.journal.recovery import recover
 from feedback.journal.segment import list_segments
@@ -409,3 +411,41 @@ def test_a_forked_child_does_not_keep_the_segments_locked(folder):
     os.close(read_end)
     os.close(write_end)
     journal.close()
+
+
+async def test_rows_that_are_more_than_one_message_holds_become_several(folder, monkeypatch):
+    convert = session.convert
+
+    def of_few(table, rows):
+        if len(rows) > 3:
+            raise pa.ArrowCapacityError("array cannot contain more than 2147483646 bytes")
+        return convert(table, rows)
+
+    monkeypatch.setattr(session, "convert", of_few)
+    journal = opened(folder)
+    bad = thumb("bad", 1) | {"value": "much"}
+    given = [*(thumb(f"r{i}", 1) for i in range(9)), bad, *(thumb(f"s{i}", 1) for i in range(9))]
+    results = await asyncio.gather(*(journal.append("feedback", row) for row in given), return_exceptions=True)
+    assert [type(result) for result in results if result is not None] == [RowError]
+    assert isinstance(results[9], RowError)
+    journal.close()
+    kept = [row["response_id"] for row in given if row is not bad]
+    assert rows(folder, "feedback").column("response_id").to_pylist() == kept
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_journal_whose_thread_has_ended_says_so_and_a_closed_one_has_not(folder, monkeypatch):
+    journal = opened(folder)
+    await journal.append("feedback", thumb("kept", 1))
+    assert not journal.ended
+
+    def broken(*_, **__):
+        raise RuntimeError("a mistake")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.WriterSession, "close_segments", broken)
+        await asyncio.gather(journal.append("feedback", thumb("lost", 1)), return_exceptions=True)
+        await until(lambda: journal.ended)
+    closed = opened(folder)
+    closed.close()
+    assert not closed.ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from serve.config import ServeConfig, SsoConfig
 from serve.middleware import connections
 from serve.middleware.authentication import READ, Authenticator, headers_of
-from serve.middleware.connections import HEAD_BYTES, BoundedHttp
+from serve.middleware.connections import HEAD_BYTES, BoundedHttp, connections_at_most
 from serve.middleware.keyring import Keyring
 
 SCOPES: list[Any] = []
@@ -272,3 +273,22 @@ async def test_who_the_user_is_only_a_connection_with_the_servers_own_settings_m
         await client.get(f"http://127.0.0.1:{port}/", headers=dict.fromkeys(names, "ann"))
     [scope] = SCOPES
     assert Authenticator(Keyring(config), config).user(headers_of(scope, READ)) == heard
+
+
+async def test_connections_beyond_those_that_leave_files_are_closed_at_once_and_others_stay() -> None:
+    few: type[BoundedHttp] = type("Few", (BoundedHttp,), {"most": 2})
+    async with listening(few) as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert await exchange(port, HEAD + b"Content-Length: 0\r\n\r\n") == b""
+        _, writer = held[0]
+        writer.write(HEAD + b"Content-Length: 0\r\nConnection: close\r\n\r\n")
+        assert (await held[0][0].read()).startswith(b"HTTP/1.1 200 ")
+        await asyncio.sleep(0.1)
+        assert (await exchange(port, HEAD + b"Content-Length: 0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        for _, writer in held:
+            writer.close()
+
+
+def test_connections_leave_files_for_the_journal() -> None:
+    assert connections_at_most() <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 256

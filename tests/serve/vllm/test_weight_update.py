@@ -318,6 +318,25 @@ async def test_requests_that_don_t_end_in_time_go_on_under_the_new_policy(swappe
         assert len(answer.responses[0].token_ids) == 480
 
 
+async def test_a_release_that_the_engine_answers_late_undoes_no_swap_and_ends_nothing(
+    swapper: Swapper, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = swapper.engine.release
+
+    async def late() -> None:
+        await release()
+        raise TimeoutError
+
+    monkeypatch.setattr(swapper.engine, "release", late)
+    done = await swap(swapper, 2)
+    assert done.ok, done.error
+    await require_policy(swapper, policies[1])
+    swapper._ready = None, await swapper.prepare(1)
+    await swapper._discard_prepared()
+    await require_policy(swapper, policies[1])
+    monkeypatch.undo()
+
+
 def test_an_update_too_small_for_the_tolerance_must_still_bring_the_engine_nearer() -> None:
     numbers = probe.Numbers([[1]], [[1, 2]], [[-1.0, -2.0]])
     before = [[-1.003, -2.003]]

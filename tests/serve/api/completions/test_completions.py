@@ -348,6 +348,30 @@ def test_a_client_that_leaves_a_plain_request_has_an_aborted_row(server: LiveSer
     pytest.fail("no client left while its responses were made")
 
 
+def test_a_form_that_the_one_backend_of_grammars_does_not_know_is_refused_and_changes_none_for_others(
+    client: openai.OpenAI,
+) -> None:
+    boolean = {"type": "boolean"}
+    schema = {"type": "object", "properties": {"a": boolean}, "required": ["a"], "patternProperties": {"^x": boolean}}
+    both = {"allOf": [{"type": "object", "properties": {"a": boolean}}, {"type": "object", "required": ["a"]}]}
+    for unknown in (schema, both):
+        with pytest.raises(openai.BadRequestError, match="xgrammar"):
+            client.completions.create(
+                prompt="a", model="millrace", max_tokens=5, extra_body={"structured_outputs": {"json": unknown}}
+            )
+    answer = client.completions.create(
+        prompt="a", model="millrace", max_tokens=5, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert answer.choices[0].text in ("yes", "no")
+
+
+def test_rows_that_would_repeat_too_much_of_a_body_are_refused_with_their_size(server: LiveServer) -> None:
+    body = {"prompt": ["a"] * 64, "n": 16, "max_tokens": 2, "stop": ["x" * 300_000]}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 413
+    assert "its 1024 responses would be recorded with 307" in answer.json()["error"]["message"]
+
+
 def test_feedback_takes_the_ids_that_the_client_sees(client: openai.OpenAI, server: LiveServer) -> None:
     answer = client.chat.completions.create(messages=HI, model="millrace", max_tokens=3, n=3)
     first = uuid_of(answer.id)
