@@ -353,15 +353,16 @@ def test_responses_without_vllm_are_drawn_from_what_training_computes(policy: Pa
 
 
 def streamed(rank: int, folder: Path) -> dict[str, Any]:
-    """Weights from rank 0 to the others, in buckets of some kilobytes, twice."""
+    """Weights from rank 0 to the others, in buckets of some kilobytes, twice; then slices of them, by all-to-all."""
     import torch
 
-    from train.weight_sync.transfer import WeightStream
+    from train.weight_sync.transfer import JoinedPools, WeightStream
 
     count = torch.distributed.get_world_size()
     store = torch.distributed.TCPStore("127.0.0.1", port_in(folder, rank), is_master=rank == 0, wait_for_workers=False)
-    stream = WeightStream(store, rank, count, 60)
-    found = {}
+    group = JoinedPools(store, rank, count, 60)
+    stream = WeightStream(group)
+    found: dict[Any, Any] = {}
     for turn in range(2):
         generator = torch.Generator().manual_seed(turn)
         sizes = {"a": (300, 7), "b": (1,), "c": (2000,), "d": (0, 3), "e": (64, 64)}
@@ -371,6 +372,15 @@ def streamed(rank: int, folder: Path) -> dict[str, Any]:
             found[turn] = {name: x.bfloat16() for name, x in named}
         else:
             found[turn] = {name: x.cpu() for name, x in stream.receive()}
+    # As an exchange does, of which rank 0 has all and the others get a slice each.
+    sent = torch.arange(5 * (count - 1) if rank == 0 else 0, dtype=torch.bfloat16, device=group.device)
+    received = torch.empty(5 if rank else 0, dtype=torch.bfloat16, device=group.device)
+    own, theirs = [0] + [5] * (count - 1), [5] + [0] * (count - 1)
+    for _ in range(2):
+        group.all_to_all(received, sent, theirs if rank else [0] * count, [0] * count if rank else own).wait()
+    total = torch.tensor([rank + 1])
+    group.sum(total)
+    found |= {"slice": received.tolist(), "sum": int(total), "texts": group.gather_bytes(b"rank %d" % rank)}
     torch.distributed.barrier()  # the store is rank 0's
     return found
 
@@ -395,6 +405,10 @@ def test_weights_for_a_pool_apart_arrive_as_they_were_sent(tmp_path: Path) -> No
     import torch
 
     sent, received = on_ranks(2, streamed, tmp_path)
-    for turn, tensors in sent.items():
+    assert (sent["slice"], received["slice"]) == ([], [0.0, 1.0, 2.0, 3.0, 4.0])
+    for of in (sent, received):
+        assert (of["sum"], of["texts"]) == (3, [b"rank 0", b"rank 1"])
+    for turn in range(2):
+        tensors = sent[turn]
         assert list(tensors) == list(received[turn])
         assert all(torch.equal(tensor, received[turn][name]) for name, tensor in tensors.items())
