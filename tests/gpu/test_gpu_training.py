@@ -352,6 +352,39 @@ def test_responses_without_vllm_are_drawn_from_what_training_computes(policy: Pa
             assert likeliest[len(prompt) - 1 : -1].tolist() == response.token_ids
 
 
+def exported(rank: int, folder: Path, policy: Path, sizes: dict[str, int], offload: bool) -> dict[str, Any]:
+    """What ``export`` returned; files of 100 kB, so that the ranks take turns."""
+    from train.export.model_folder import export
+
+    model = a_model(policy, "bfloat16", {"cpu_offload": offload}, sizes)
+    (folder / "out").mkdir(exist_ok=True)
+    return export(model, policy, folder / "out", file_bytes=100_000)
+
+
+@gpu_test("part", "slices go over gloo", torch_only=True)
+@pytest.mark.parametrize(
+    ("sizes", "offload"), [({}, False), ({"replicas": 2}, False), ({"tensor_parallel": 2}, False), ({}, True)]
+)
+def test_what_all_ranks_export_is_the_policy_again(
+    policy: Path, tmp_path: Path, sizes: dict[str, int], offload: bool
+) -> None:
+    import hashlib
+
+    import torch
+    from safetensors.torch import load_file
+
+    if sizes and ranks_here() < 2:
+        pytest.skip("two ranks are needed")
+    found = on_ranks(2 if sizes else ranks_here(), exported, tmp_path, policy, sizes, offload)
+    parent = load_file(policy / "model.safetensors")
+    seen: dict[str, Any] = {}
+    for name, written in found[0].items():
+        assert written.sha256 == hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest()
+        seen |= load_file(tmp_path / "out" / name)
+    assert seen.keys() == parent.keys()
+    assert all(torch.equal(seen[name], tensor) for name, tensor in parent.items())
+
+
 def streamed(rank: int, folder: Path) -> dict[str, Any]:
     """Weights from rank 0 to the others, in buckets of some kilobytes, twice; then slices of them, by all-to-all."""
     import torch
