@@ -18,6 +18,7 @@ from train.context import JobContext, RunStart
 from train.controller.worker_group import WorkerGroup
 from train.data.prompts import TrainingData
 from train.dataflows.base import Data
+from train.export.piecewise import piecewise_model
 from train.own_model.model_class import lineage as model_lineage
 from train.own_model.model_class import own_class
 from train.run.best_weights import Best
@@ -65,7 +66,7 @@ def publish(
         parent=parent.version,
         lineage=lineage,
         metrics=metrics,
-        probe=partial(probe.measure, model_class=own_class(config.model)),
+        probe=partial(probe.measure, model_class=own_class(config.model), piecewise=piecewise_model),
         learned_prompts=getattr(data, "learned_prompts", None),  # what a dataflow of one's own reads may not say so
         written=exported.written,
     )
