@@ -73,6 +73,7 @@ def initialise(settings: Settings, model: str, *, revision: str | None, who: str
             f"{settings.home} is initialised already: policy {pointer.version} serves; for another model take another "
             "--home"
         )
+    from train.export.piecewise import piecewise_model
     from train.own_model.model_class import own_class
 
     folder, is_local = _local(model)
@@ -91,7 +92,7 @@ def initialise(settings: Settings, model: str, *, revision: str | None, who: str
             "converted": not has_safetensors,
         },
         metrics={},
-        probe=partial(probe.measure, model_class=own_class(model_settings)),
+        probe=partial(probe.measure, model_class=own_class(model_settings), piecewise=piecewise_model),
     )
     settings.lake().create()
     return store.promote(policy.version, expected=None, who=who, why=f"init from {model}")

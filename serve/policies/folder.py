@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,6 +127,30 @@ def declared_dtype(folder: Path) -> str:
     if stored == {"bfloat16", "float16"}:
         return "float32"  # neither holds the other
     return max(stored, key=list(_FLOATS.values()).index)
+
+
+@dataclass(frozen=True)
+class WrittenFile:
+    """What the writer of a file knows of it: its hash, worked out while it was written, and which file it was.
+
+    The hash holds for that file under any name, until it is written to. It is the word of a process of this run: what
+    is served, or goes to another machine, is read and compared all the same.
+    """
+
+    sha256: str
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result, sha256: str) -> WrittenFile:
+        """``status``: of the open file, behind its last byte."""
+        return cls(sha256, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether ``path`` is that file (a hard link is, a copy is not), and nobody has written to it since."""
+        return WrittenFile.of(path.stat(), self.sha256) == self
 
 
 def sha256_file(path: Path) -> str:

@@ -1,7 +1,8 @@
 """Is what serves what was trained? Logprobs after fixed prompts, compared with the numbers in a policy's manifest.
 
 Publishing a policy calls ``measure`` for the numbers: by transformers, in float32, from the very folder that
-is published, so that neither vLLM nor the trainer's memory has a part in them. The server asks its engine for the same
+is published, so that neither vLLM nor the trainer's memory has a part in them. Where memory has no room for all of it,
+its modules read their weights one after the other (``train.export.piecewise``). The server asks its engine for the same
 logprobs after each swap. Weights that stayed behind, a layer or a head, are the commonest fault of swaps, and a silent
 one.
 
@@ -15,14 +16,18 @@ numbers than it was before the swap.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
 from feedback.trusted_code import trusted
 from serve.policies.folder import safetensors_header
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _PROMPTS: Final = 4
 _PROMPT_TOKENS: Final = 12
@@ -60,27 +65,40 @@ class Verdict:
     objection: str | None
 
 
-def measure(folder: Path, model_class: Any = None) -> dict[str, Any]:
-    """A policy's numbers, for ``PolicyStore.publish``; ``{"skipped": reason}`` if it is too large for float32.
+class Unreadable(RuntimeError):
+    """A model's weights can't be read piece by piece; the text says why."""
 
-    ``model_class``: a user's own; by default that of the policy's config.
+
+def measure(
+    folder: Path, model_class: Any = None, piecewise: Callable[[Path, Any], nn.Module] | None = None
+) -> dict[str, Any]:
+    """A policy's numbers, for ``PolicyStore.publish``; ``{"skipped": reason}`` if memory has no room for them.
+
+    Weights in float32 take half of the memory that is available, at most.
+
+    Args:
+        model_class: a user's own; by default that of the policy's config.
+        piecewise: makes of folder and class a model whose modules each have their weights only while they compute,
+            where there is no room for all of them; raises Unreadable.
     """
     headers = map(safetensors_header, folder.glob("*.safetensors"))
     needed = 4 * sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
     available = psutil.virtual_memory().available
-    if needed > available // 2:
-        return {"skipped": f"in float32 the weights take {needed >> 20} MiB, {available >> 20} MiB are available"}
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    trust = trusted(folder)
-    if model_class is None:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust)
+    why = f"in float32 the weights take {needed >> 20} MiB, {available >> 20} MiB are available"
+    if needed <= available // 2:
+        model = _whole_model(folder, model_class)
+    elif piecewise is None:
+        return {"skipped": why}
     else:
-        model = model_class.from_pretrained(folder, dtype=torch.float32)
-    model.eval()
+        try:
+            model = piecewise(folder, model_class)
+        except Unreadable as error:
+            return {"skipped": f"{why}, and they can't be read piece by piece: {error}"}
+        largest = 4 * max(parameter.numel() for parameter in model.parameters())
+        if 2 * largest > available // 2:  # it is converted from what is stored
+            return {"skipped": f"{why}, and the largest alone takes {largest >> 20} MiB"}
+    import torch
+
     prompts = fixed_prompts(model.config.get_text_config().vocab_size)
     with torch.inference_mode():
         logprobs = torch.log_softmax(model(torch.tensor(prompts)).logits[:, -1].float(), dim=-1)
@@ -92,6 +110,18 @@ def measure(folder: Path, model_class: Any = None) -> dict[str, Any]:
         "tokens": likeliest.indices.tolist(),
         "logprobs": [[round(value, 7) for value in row] for row in likeliest.values.tolist()],
     }
+
+
+def _whole_model(folder: Path, model_class: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if model_class is None:
+        trust = trusted(folder)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust).eval()
+    return model_class.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def fixed_prompts(vocabulary: int) -> list[list[int]]:

@@ -32,6 +32,7 @@ from serve.policies.experiments import Experiments
 from serve.policies.folder import (
     PolicyCorrupt,
     PolicyError,
+    WrittenFile,
     check_folder,
     copy_model,
     regular_files,
@@ -156,6 +157,7 @@ class PolicyStore(ServingPointer):
         metrics: Mapping[str, Any],
         probe: Callable[[Path], dict[str, Any]] | None = None,
         learned_prompts: Collection[str] | None = None,
+        written: Mapping[str, WrittenFile] | None = None,
     ) -> Policy:
         """Make the next version of what ``source`` holds and return it.
 
@@ -163,7 +165,8 @@ class PolicyStore(ServingPointer):
         whose top-level files are copied; pickled weights that lie beside the safetensors are left out of a copy.
         ``probe`` works out, from the folder, the numbers that a server proves itself by
         (``serve.policies.probe.measure``). ``learned_prompts``: hashes of the prompts that it learned from since its
-        parent; None if that is not known.
+        parent; None if that is not known. ``written``: by name, files that this run hashed while it wrote them: they
+        are not read once more for their hash, where they are still those files.
 
         Raises PolicyInvalid if the result is no safetensors policy, PolicyNotFound if there is no ``parent``,
         ValueError if lineage or metrics are not JSON (a NaN is not).
@@ -183,7 +186,10 @@ class PolicyStore(ServingPointer):
                     path.unlink()
             check_folder(aside)
             files = {
-                path.relative_to(aside).as_posix(): {"sha256": sha256_file(path), "size": path.stat().st_size}
+                (name := path.relative_to(aside).as_posix()): {
+                    "sha256": _hash_of(path, (written or {}).get(name)),
+                    "size": path.stat().st_size,
+                }
                 for path in regular_files(aside)
             }
             manifest = {
@@ -451,6 +457,10 @@ class PolicyStore(ServingPointer):
             hold = os.open(aside, os.O_RDONLY)
             try_lock(hold)
         return aside, hold
+
+
+def _hash_of(path: Path, written: WrittenFile | None) -> str:
+    return written.sha256 if written is not None and written.is_at(path) else sha256_file(path)
 
 
 def _require_json(what: str, value: Mapping[str, Any]) -> None:

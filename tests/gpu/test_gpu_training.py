@@ -352,16 +352,50 @@ def test_responses_without_vllm_are_drawn_from_what_training_computes(policy: Pa
             assert likeliest[len(prompt) - 1 : -1].tolist() == response.token_ids
 
 
+def exported(rank: int, folder: Path, policy: Path, sizes: dict[str, int], offload: bool) -> dict[str, Any]:
+    """What ``export`` returned; files of 100 kB, so that the ranks take turns."""
+    from train.export.model_folder import export
+
+    model = a_model(policy, "bfloat16", {"cpu_offload": offload}, sizes)
+    (folder / "out").mkdir(exist_ok=True)
+    return export(model, policy, folder / "out", file_bytes=100_000)
+
+
+@gpu_test("part", "slices go over gloo", torch_only=True)
+@pytest.mark.parametrize(
+    ("sizes", "offload"), [({}, False), ({"replicas": 2}, False), ({"tensor_parallel": 2}, False), ({}, True)]
+)
+def test_what_all_ranks_export_is_the_policy_again(
+    policy: Path, tmp_path: Path, sizes: dict[str, int], offload: bool
+) -> None:
+    import hashlib
+
+    import torch
+    from safetensors.torch import load_file
+
+    if sizes and ranks_here() < 2:
+        pytest.skip("two ranks are needed")
+    found = on_ranks(2 if sizes else ranks_here(), exported, tmp_path, policy, sizes, offload)
+    parent = load_file(policy / "model.safetensors")
+    seen: dict[str, Any] = {}
+    for name, written in found[0].items():
+        assert written.sha256 == hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest()
+        seen |= load_file(tmp_path / "out" / name)
+    assert seen.keys() == parent.keys()
+    assert all(torch.equal(seen[name], tensor) for name, tensor in parent.items())
+
+
 def streamed(rank: int, folder: Path) -> dict[str, Any]:
-    """Weights from rank 0 to the others, in buckets of some kilobytes, twice."""
+    """Weights from rank 0 to the others, in buckets of some kilobytes, twice; then slices of them, by all-to-all."""
     import torch
 
-    from train.weight_sync.transfer import WeightStream
+    from train.weight_sync.transfer import JoinedPools, WeightStream
 
     count = torch.distributed.get_world_size()
     store = torch.distributed.TCPStore("127.0.0.1", port_in(folder, rank), is_master=rank == 0, wait_for_workers=False)
-    stream = WeightStream(store, rank, count, 60)
-    found = {}
+    group = JoinedPools(store, rank, count, 60)
+    stream = WeightStream(group)
+    found: dict[Any, Any] = {}
     for turn in range(2):
         generator = torch.Generator().manual_seed(turn)
         sizes = {"a": (300, 7), "b": (1,), "c": (2000,), "d": (0, 3), "e": (64, 64)}
@@ -371,6 +405,15 @@ def streamed(rank: int, folder: Path) -> dict[str, Any]:
             found[turn] = {name: x.bfloat16() for name, x in named}
         else:
             found[turn] = {name: x.cpu() for name, x in stream.receive()}
+    # As an exchange does, of which rank 0 has all and the others get a slice each.
+    sent = torch.arange(5 * (count - 1) if rank == 0 else 0, dtype=torch.bfloat16, device=group.device)
+    received = torch.empty(5 if rank else 0, dtype=torch.bfloat16, device=group.device)
+    own, theirs = [0] + [5] * (count - 1), [5] + [0] * (count - 1)
+    for _ in range(2):
+        group.all_to_all(received, sent, theirs if rank else [0] * count, [0] * count if rank else own).wait()
+    total = torch.tensor([rank + 1])
+    group.sum(total)
+    found |= {"slice": received.tolist(), "sum": int(total), "texts": group.gather_bytes(b"rank %d" % rank)}
     torch.distributed.barrier()  # the store is rank 0's
     return found
 
@@ -395,6 +438,10 @@ def test_weights_for_a_pool_apart_arrive_as_they_were_sent(tmp_path: Path) -> No
     import torch
 
     sent, received = on_ranks(2, streamed, tmp_path)
-    for turn, tensors in sent.items():
+    assert (sent["slice"], received["slice"]) == ([], [0.0, 1.0, 2.0, 3.0, 4.0])
+    for of in (sent, received):
+        assert (of["sum"], of["texts"]) == (3, [b"rank 0", b"rank 1"])
+    for turn in range(2):
+        tensors = sent[turn]
         assert list(tensors) == list(received[turn])
         assert all(torch.equal(tensor, received[turn][name]) for name, tensor in tensors.items())

@@ -286,8 +286,8 @@ class RolloutConfig(Section):
     enforce_eager: bool = Field(True, description="Don't compile the model: starts in seconds, decodes slower.")
     reshard: Literal["plan", "gather"] = Field(
         "plan",
-        description="How trained weights reach the engine. plan: a rank gets the slices that it lacks. gather: every "
-        "rank gets every tensor whole; for models whose weight loaders compute.",
+        description="How trained weights reach the engine, on the same pool or another. plan: a rank gets the slices "
+        "that it lacks. gather: every rank gets every tensor whole; for models whose weight loaders compute.",
     )
     reshard_bucket_bytes: int = Field(
         64 * 2**20, ge=2**16, description="Extra memory that resharding by plan takes on each rank, in bytes."

@@ -1,9 +1,8 @@
-"""Build a Hugging Face model and shard it with FSDP2, by decoder layer; run it on packed batches; export it."""
+"""Build a Hugging Face model and shard it with FSDP2, by decoder layer; run it on packed batches."""
 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -26,17 +25,12 @@ from train.model.attention import IMPLEMENTATION, packed, share_sequences, use_p
 from train.model.attention_calls import Packing
 from train.model.fused_log_probs import scored_by_head
 from train.model.hf_io import (
-    FILE_BYTES,
-    FolderWriter,
     common_dtype,
-    is_own,
     load,
     remember_names,
     stored_dtypes,
-    stored_in,
-    stored_tensors,
 )
-from train.model.lora import add_adapters, initialise, plain_parameters
+from train.model.lora import add_adapters, initialise
 from train.model.low_precision import nf4
 from train.model.mesh import Meshes, make_meshes
 from train.model.shard_dimensions import placement_for
@@ -165,13 +159,23 @@ def build(
     return model.eval()
 
 
-def skeleton(config: PretrainedConfig, make: Make = causal_lm) -> PreTrainedModel:
-    """The model of a config: its parameters on the meta device, its buffers on the CPU with their values."""
+def empty_on_cpu(buffer: Tensor) -> Tensor:
+    """As ``buffer``, with any values."""
+    return torch.empty_like(buffer, device="cpu")
+
+
+def skeleton(
+    config: PretrainedConfig, make: Make = causal_lm, buffer: Callable[[Tensor], Tensor] = empty_on_cpu
+) -> PreTrainedModel:
+    """The model of a config: its parameters on the meta device, its buffers on the CPU with their values.
+
+    ``buffer``: what a buffer, on the meta device, is on the CPU until transformers gives it values.
+    """
     with torch.device("meta"):
         model = make(config)
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        for name, empty in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer(empty)
     # What is computed, not stored (rotary frequencies), is made by transformers' own rule; on meta it does nothing.
     model.initialize_weights()
     return model
@@ -337,65 +341,3 @@ def rows_for(model: nn.Module, batch: PackedBatch, places: Tensor) -> Rows:
     if model.config._attn_implementation == IMPLEMENTATION:
         return fewest_rows(batch.tokens, batch.cu_seqlens, batch.prompt_lengths, places)
     return all_rows(batch.lengths.tolist())
-
-
-def export(
-    model: nn.Module,
-    policy: Path,
-    folder: Path,
-    file_bytes: int = FILE_BYTES,
-    unstored: frozenset[str] = frozenset(),
-) -> None:
-    """Have rank 0 write the weights to ``folder`` as a Hugging Face model, adapters merged; every rank must call it.
-
-    Each tensor is in the type and under the names that the policy stores it. They are gathered one at a time, and rank
-    0 holds one file's worth of them. Adapters over weights in NF4 are merged into those that the policy stores: merged
-    into the rounded ones, what they learned would be rounded away when the next run rounds anew.
-
-    Args:
-        policy: where ``build`` made the model from; its config and types are kept.
-        file_bytes: size of one file of weights; a tensor that is larger has its own.
-        unstored: as of ``build``; these are written under the names that they have in the model.
-
-    Raises:
-        ValueError: a weight has no name in the policy, so that nothing could load what would be written.
-    """
-    unwritten = set(stored_in(policy)) | unstored
-    dtypes = stored_dtypes(policy)
-    common = common_dtype(dtypes.values())
-    writer = FolderWriter(folder, file_bytes) if torch.distributed.get_rank() == 0 else None
-    parameters = ((name, tensor.to(common)) for name, tensor in plain_parameters(model, policy))
-    for name, tensor in stored_tensors(model, parameters):
-        if name not in unwritten:
-            raise ValueError(
-                f"the trained model has a tensor {name!r}, and its parent in {policy} has none of that name"
-            )
-        unwritten.remove(name)
-        if writer is not None:
-            writer.add(name, tensor.to(dtypes.get(name, common)))
-    if unwritten:
-        log_once(f"not of {type(model).__name__}, so left out: {', '.join(sorted(unwritten))}")
-    if writer is not None:
-        writer.finish()
-        write_config(model, policy, folder, common)
-    torch.distributed.barrier()
-
-
-def write_config(model: nn.Module, policy: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Leave the policy's config beside the weights: as it stands, or with another class and labels if those are new.
-
-    A user's own class is not in it: what serves the policy goes on with the class that it knows.
-
-    Written anew by another transformers, the same settings have other names, and a running server would refuse them.
-    The generation config and the tokenizer are copied when the policy is published.
-    """
-    config = AutoConfig.from_pretrained(policy, trust_remote_code=trusted(policy))
-    architectures = [model.made_as.__name__]
-    same = config.architectures == architectures and config.num_labels == model.config.num_labels
-    if same or is_own(model.made_as):
-        shutil.copyfile(policy / "config.json", folder / "config.json")
-        return
-    config.architectures, config.dtype = architectures, dtype
-    if config.num_labels != model.config.num_labels:
-        config.num_labels = model.config.num_labels
-    config.save_pretrained(folder)

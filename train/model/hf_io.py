@@ -1,4 +1,4 @@
-"""From a Hugging Face folder into FSDP2 shards, and back: no rank holds more than one whole tensor at a time.
+"""From a Hugging Face folder into FSDP2 shards, and the names and types that it stores them by.
 
 A rank reads of each tensor only the slice that it holds. Where transformers makes a parameter of several stored tensors
 (the experts of most mixtures), rank 0 has transformers load the model and sends the tensors around one by one.
@@ -7,13 +7,12 @@ A rank reads of each tensor only the slice that it holds. Where transformers mak
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
@@ -37,9 +36,6 @@ ADAPTER = ".lora_"
 
 FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Floating-point types by their names in safetensors."""
-
-FILE_BYTES = 2 * 2**30
-"""Bytes of one file of exported weights; rank 0 holds one of them in memory."""
 
 
 def remember_names(model: PreTrainedModel, policy: Path) -> None:
@@ -92,57 +88,17 @@ def stored_tensors(model: nn.Module, parameters: Iterator[tuple[str, Tensor]]) -
     What the policy stored under several names comes once under each. A parameter that transformers had put together
     from several tensors (experts) is taken apart again.
     """
-    keys: dict[str, list[str]] = model.checkpoint_keys
     for name, tensor in parameters:
-        whole = whole_tensor(tensor)
-        if keys.get(name):
-            yield from ((key, whole) for key in keys[name])
-        else:
-            yield from revert_weight_conversion(model, {name: whole}).items()
+        yield from stored_as(model, name, whole_tensor(tensor))
 
 
-class FolderWriter:
-    """Writes tensors to safetensors files of bounded size as they come, with an index where there are several.
-
-    Layout: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` … and ``model.safetensors.index.json``.
-    """
-
-    def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
-        self.folder, self.file_bytes = folder, file_bytes
-        self._waiting: dict[str, Tensor] = {}
-        self._files: list[list[str]] = []
-        self._bytes, self._total = 0, 0
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor; writes a file when this one would not fit into it."""
-        if self._waiting and self._bytes + tensor.nbytes > self.file_bytes:
-            self._write()
-        self._waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._bytes += tensor.nbytes
-        self._total += tensor.nbytes
-
-    def finish(self) -> None:
-        """Write what is left, and name the files by how many there are."""
-        self._write()
-        count = len(self._files)
-        if count == 1:
-            self._aside(0).rename(self.folder / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for i, tensors in enumerate(self._files):
-            file = f"model-{i + 1:05}-of-{count:05}.safetensors"
-            self._aside(i).rename(self.folder / file)
-            weight_map |= dict.fromkeys(tensors, file)
-        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-    def _write(self) -> None:
-        save_file(self._waiting, self._aside(len(self._files)), metadata={"format": "pt"})
-        self._files.append(list(self._waiting))
-        self._waiting, self._bytes = {}, 0
-
-    def _aside(self, i: int) -> Path:
-        return self.folder / f"model-{i + 1:05}.safetensors.new"
+def stored_as(model: nn.Module, name: str, whole: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """The tensors of a checkpoint that a whole parameter becomes, as of ``stored_tensors``."""
+    keys: dict[str, list[str]] = model.checkpoint_keys
+    if keys.get(name):
+        return [(key, whole) for key in keys[name]]
+    converted: dict[str, Tensor] = revert_weight_conversion(model, {name: whole})
+    return converted.items()
 
 
 def is_own(made_as: type) -> bool:

@@ -578,7 +578,7 @@ class _Planner:
             return
         bucket = self.config.rollout.reshard_bucket_bytes
         largest = max(unit.largest for unit in (*shape.layers, shape.root))
-        if self.config.rollout.reshard == "gather" or self._own_pool:
+        if self.config.rollout.reshard == "gather":
             bucket += 2 * self.itemsize * largest  # as it is gathered, and put together
         sync = _named("rollout", Counter(weights=self._engine_weights, buffers=bucket))
         beside = self._beside("rollout", pool)
@@ -600,10 +600,14 @@ class _Planner:
         """Of weights that go from training to the engines."""
         shape = self.models.policy.shape
         ranks = self.config.ranks_of(self.pools["actor"])
-        if self._own_pool:  # rank 0 sends all of it to all
-            moved = int(self.itemsize * shape.parameters)
+        whole = self.itemsize * shape.parameters
+        if self._own_pool and self.config.rollout.reshard == "gather":  # rank 0 sends all of it to all
+            moved = whole
+        elif self._own_pool:  # an engine's rank gets its slice, and those that train share what all engines get
+            engines = self.config.ranks_of(self.pools["rollout"]) // self.t
+            moved = int(max(whole / self.t, engines * whole / ranks))
         elif self.config.rollout.reshard == "gather":
-            moved = int(self.itemsize * shape.parameters * (ranks - 1) / ranks)
+            moved = int(whole * (ranks - 1) / ranks)
         else:
             moved = step_time.sync_bytes(shape, ranks, self.t, self.itemsize)
         link = self.machine.slowest_link(max(ranks, self.config.ranks_of(self.pools["rollout"])))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from feedback.files import fsync_path, fsync_tree
+from feedback.files import fsync_path, fsync_tree, link_or_copy
+from serve.policies.folder import WrittenFile
 from train.checkpoint.folders import CheckpointError, checkpoints, step_of
 from train.config.training import TrainConfig
 from train.controller.worker_group import WorkerGroup
 
 REWARD: Final = "held_out/reward"
+_WRITTEN: Final = "written.json"
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,20 @@ class Best:
     step: int
     reward: float
     folder: Path
+
+    def restore(self, run: Path) -> dict[str, WrittenFile]:
+        """Put what stands in ``folder`` into a run's folder; the answer is that of the export that wrote it."""
+
+        def place(source: str, to: str) -> None:
+            (link_or_copy if source.endswith(".safetensors") else shutil.copy2)(source, to)
+
+        shutil.copytree(
+            self.folder, run, dirs_exist_ok=True, ignore=shutil.ignore_patterns(_WRITTEN), copy_function=place
+        )
+        if not (self.folder / _WRITTEN).exists():  # of a version that kept none
+            return {}
+        written = json.loads((self.folder / _WRITTEN).read_bytes())
+        return {name: WrittenFile(**file) for name, file in written.items()}
 
 
 class BestWeights:
@@ -47,7 +64,8 @@ class BestWeights:
         for old in (aside, folder):
             shutil.rmtree(old, ignore_errors=True)
         (aside / "candidate").mkdir(parents=True)
-        self._actor.export(aside / "candidate")
+        written: Mapping[str, WrittenFile] = self._actor.export(aside / "candidate")
+        (aside / _WRITTEN).write_text(json.dumps({name: asdict(file) for name, file in written.items()}))
         fsync_tree(aside)
         aside.rename(folder)
         fsync_path(self._folder)

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from feedback.files import link_or_copy
 from serve.policies import probe
+from serve.policies.folder import WrittenFile
 from serve.policies.store import Policy, PolicyStore
 from train.config.training import TrainConfig
 from train.context import JobContext, RunStart
 from train.controller.worker_group import WorkerGroup
 from train.data.prompts import TrainingData
 from train.dataflows.base import Data
+from train.export.piecewise import piecewise_model
 from train.own_model.model_class import lineage as model_lineage
 from train.own_model.model_class import own_class
 from train.run.best_weights import Best
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A folder of weights, with all else that a policy's folder has, and its files of weights as they were written."""
+
+    folder: Path
+    written: Mapping[str, WrittenFile]
 
 
 def publish(
@@ -41,7 +52,8 @@ def publish(
     ``erased``: rows by table that the run had read and that were erased meanwhile, where that is only to be marked.
     ``best``: the weights that become the policy, in place of those that the actor has.
     """
-    folder = export_aside(actor, parent, context, best=best)
+    exported = export_aside(actor, parent, context, best=best)
+    folder = exported.folder
     lineage = lineage_of(config, context, start, data, erased)
     lineage |= {"prompts": data.usable, "reward": start.reward, "scorer": start.scorer}
     if made_by := model_lineage(config.model, folder):
@@ -54,8 +66,9 @@ def publish(
         parent=parent.version,
         lineage=lineage,
         metrics=metrics,
-        probe=partial(probe.measure, model_class=own_class(config.model)),
+        probe=partial(probe.measure, model_class=own_class(config.model), piecewise=piecewise_model),
         learned_prompts=getattr(data, "learned_prompts", None),  # what a dataflow of one's own reads may not say so
+        written=exported.written,
     )
     shutil.rmtree(folder)
     return policy
@@ -67,18 +80,18 @@ def export_aside(
     context: JobContext,
     leave_out: Collection[str] = (),
     best: Best | None = None,
-) -> Path:
+) -> Exported:
     """Write a group's weights, or the ``best``, to the run's folder ``candidate``, and beside them what
     ``copy_missing_files`` copies."""
     folder = context.folder / "candidate"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     if best is None:
-        trained.export(folder)
+        written: Mapping[str, WrittenFile] = trained.export(folder)
     else:
-        shutil.copytree(best.folder, context.folder, dirs_exist_ok=True)
+        written = best.restore(context.folder)
     copy_missing_files(parent, folder, leave_out)
-    return folder
+    return Exported(folder, written)
 
 
 def lineage_of(

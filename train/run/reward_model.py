@@ -57,7 +57,8 @@ def publish_reward_model(
     Raises:
         OSError: the disk refuses.
     """
-    folder = export_aside(scorer, parent, context, _OF_A_POLICY)
+    exported = export_aside(scorer, parent, context, _OF_A_POLICY)
+    folder = exported.folder
     read_as_trained(folder)
     judged = ask(folder, data.held_out_rows)
     pointer = store.serving()
@@ -73,6 +74,7 @@ def publish_reward_model(
         lineage=lineage_of(config, context, start, data, erased) | {"policy": parent.version} | code,
         metrics=metrics_of(history)
         | verdict(agreement(judged, line), before, agreed, decides=config.data.holdout_side == "slice"),
+        written=exported.written,
     )
     shutil.rmtree(folder)
     return version

@@ -18,6 +18,7 @@ from train.weight_sync.slices import Box, ReshardError, within
 
 if TYPE_CHECKING:
     from train.weight_sync.loader_tracing import Need
+    from train.weight_sync.transfer import Group
     from train.weight_sync.vllm_writer import LiveWeights
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,12 +32,14 @@ class Comparison:
         self,
         names: Sequence[str],
         plan: Plan,
+        group: Group,
         needs: Mapping[str, Sequence[Need]],
-        target: LiveWeights,
+        target: LiveWeights | None,
         dtype: torch.dtype,
     ) -> None:
-        """``names``: the tensors to compare; ``needs``: this rank's, by tensor; ``dtype``: of generation."""
-        self._plan, self._needs, self._target, self._dtype = plan, needs, target, dtype
+        """``names``: the tensors to compare; ``needs``: this rank's, by tensor; ``target``: None where there are none;
+        ``dtype``: of generation."""
+        self._plan, self._group, self._needs, self._target, self._dtype = plan, group, needs, target, dtype
         self._rows = {name: row for row, name in enumerate(names)}
         self._expected = torch.zeros(len(names), plan.ranks, dtype=torch.int64)
         self._got = torch.zeros(len(names), dtype=torch.int64)
@@ -56,11 +59,12 @@ class Comparison:
         for name, row in self._rows.items():
             for need in self._needs.get(name, ()):
                 if need.layer == layer:
+                    assert self._target is not None, "who needs a tensor generates"
                     self._got[row] += checksum(self._target.at(need, need.box), need.box, self._dtype)
 
     def require_equal(self) -> None:
         """Every rank must call it. Raises ReshardError with the names of the tensors that differ."""
-        torch.distributed.all_reduce(self._expected)
+        self._group.sum(self._expected)
         equal = self._expected[:, self._plan.rank] == self._got
         differing = [name for name, row in self._rows.items() if not equal[row]]
         if differing:

@@ -21,7 +21,7 @@ def placed(model: nn.Module) -> dict[str, Held]:
 
     Every rank must call it. Raises ReshardError for a placement other than shards and replicas.
     """
-    return {name: _held(name, tensor) for name, tensor in merged_parameters(model)}
+    return {name: place(name, tensor) for name, tensor in merged_parameters(model)}
 
 
 def shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -31,7 +31,8 @@ def shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held(name: str, tensor: Tensor) -> Held:
+def place(name: str, tensor: Tensor) -> Held:
+    """Where a tensor lies; ``name`` is for messages. Raises ReshardError as ``placed`` does."""
     if not isinstance(tensor, DTensor):
         ranks = tuple(range(torch.distributed.get_world_size()))
         return _shards(tuple(tensor.shape), ranks, (len(ranks),), (None,))

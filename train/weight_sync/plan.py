@@ -124,9 +124,10 @@ def elements_received(held: Mapping[str, Held], needed: Needed) -> list[int]:
 # --------------------------------------------------------------------------------------------- who sends what
 
 
-def _sender(target: int, holders: tuple[int, ...], ranks: int) -> int:
-    """Who of those that hold a shard gives it to ``target``: itself, else spread evenly, by neighbourhood."""
-    return target if target in holders else holders[target * len(holders) // ranks]
+def _sender(place: int, places: int, holders: tuple[int, ...]) -> int:
+    """Who of those that hold a shard gives it to the ``place``-th of so many ranks that need something: spread evenly,
+    by neighbourhood."""
+    return holders[place * len(holders) // places]
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,8 @@ class _Moves:
     def __init__(self, rank: int, needed: Needed) -> None:
         self.rank, self.needed, self.ranks = rank, needed, len(needed.kind_of)
         self._targets = [[r for r in range(self.ranks) if needed.kind_of[r] == k] for k in range(len(needed.kinds))]
+        receivers = [r for r in range(self.ranks) if needed.kinds[needed.kind_of[r]]]
+        self._places = {rank: place for place, rank in enumerate(receivers)}
         self._known: dict[Any, _Moved] = {}
 
     def of(self, piece: Piece, held: Held) -> _Moved:
@@ -170,7 +173,7 @@ class _Moves:
                 for target in targets if wanted else ():
                     if target in holders:
                         continue
-                    source = _sender(target, holders, self.ranks)
+                    source = _sender(self._places[target], len(self._places), holders)
                     moved.sent[source] += elements
                     moved.received[target] += elements
                     if self.rank in (source, target):

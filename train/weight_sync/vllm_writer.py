@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -32,10 +31,6 @@ class LiveWeights:
         self._layers = {name: model.get_submodule(name) for name in dict.fromkeys(n.layer for n in trace.needs)}
         self._rearranged = {name for name, layer in self._layers.items() if not _as_loaded(name, layer, trace)}
         self._open: set[str] = set()
-
-    @property
-    def device(self) -> torch.device:
-        return next(p.device for p in self._model.parameters())
 
     def write(self, need: Need, box: Box, values: Tensor) -> None:
         """Put ``values``, of the shape of ``box``, where they belong; other dtypes and devices are converted.

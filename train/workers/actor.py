@@ -6,10 +6,12 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from serve.policies.folder import WrittenFile
 from train.algorithms.base import Loss
 from train.batch.packed import PackedBatch
 from train.controller.dispatch import answer_and_per_token, by_tokens, dispatch, per_token, to_all
-from train.model.fsdp import build, export, token_log_probs
+from train.export.model_folder import export
+from train.model.fsdp import build, token_log_probs
 from train.model.lora import export_adapter
 from train.own_model.model_class import maker
 from train.own_model.separation import require_apart
@@ -63,11 +65,16 @@ class ActorWorker(TrainedWorker):
         return self.take_step(batch, loss_of, self.algorithm.count(batch))
 
     @dispatch(to_all)
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face model to ``folder``; beside it ``adapter``, with ``train.lora.publish_adapter``."""
-        export(self.model, self.policy, folder)
+    def export(self, folder: Path) -> dict[str, WrittenFile]:
+        """Write a Hugging Face model to ``folder``; beside it ``adapter``, with ``train.lora.publish_adapter``.
+
+        Returns:
+            The files of weights in ``folder``, by name.
+        """
+        written = export(self.model, self.policy, folder)
         if self.config.lora is not None and self.config.lora.publish_adapter:
             export_adapter(self.model, self.config.lora, self.policy, folder.with_name("adapter"))
+        return written
 
 
 def forward_log_probs(model: nn.Module, batch: PackedBatch, micro_batch_tokens: int) -> Tensor:

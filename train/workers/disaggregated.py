@@ -11,24 +11,30 @@ from torch.distributed import TCPStore
 from train.controller.dispatch import dispatch, to_all
 from train.controller.rendezvous import find_store, open_store
 from train.weight_sync.gather import load_whole, whole_tensors
-from train.weight_sync.transfer import WeightStream
+from train.weight_sync.sync import WeightSync
+from train.weight_sync.transfer import JoinedPools, WeightStream
 from train.workers.actor import ActorWorker
 from train.workers.rollout import RolloutWorker
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store through which the actor's rank 0 and all ``receivers`` find each other."""
+    """The store through which the ``senders``, all ranks of the actor, and all ``receivers`` find each other."""
 
     address: str
     port: int
+    senders: int
     receivers: int
 
 
 class SendingActor(ActorWorker):
-    """An actor whose weights are generated with elsewhere. Rank 0 sends; the others have their shards gathered."""
+    """An actor whose weights are generated with elsewhere: each rank sends of its shards what engines need of them.
+
+    With ``train.rollout.reshard: gather`` rank 0 sends whole tensors, and the others have their shards gathered.
+    """
 
     store: TCPStore | None = None
+    weight_sync: WeightSync | None = None
     stream: WeightStream | None = None
 
     @dispatch(to_all)
@@ -38,23 +44,42 @@ class SendingActor(ActorWorker):
             return None
         address = os.environ["MASTER_ADDR"]
         self.store = open_store(address, self.config.step_timeout_s)
-        return Rendezvous(address, self.store.port, receivers)
+        return Rendezvous(address, self.store.port, self.world_size, receivers)
+
+    def rest(self) -> None:
+        super().rest()
+        self.weight_sync = self.stream = self.store = None
 
     @dispatch(to_all)
     def send_weights(self, rendezvous: Rendezvous) -> None:
         """Send the weights as they are; the receivers must call ``receive_weights`` meanwhile."""
+        if self.config.rollout.reshard == "gather":
+            self._send_whole(rendezvous)
+            return
+        if self.weight_sync is None:
+            ranks, timeout_s = rendezvous.senders + rendezvous.receivers, self.config.step_timeout_s
+            group = JoinedPools(self._store(rendezvous), self.rank, ranks, timeout_s, "slices")
+            bucket = self.config.rollout.reshard_bucket_bytes
+            self.weight_sync = WeightSync(self.model, None, group, bucket_bytes=bucket)
+        self.weight_sync.run()
+
+    @torch.no_grad()
+    def _send_whole(self, rendezvous: Rendezvous) -> None:
         dtype = getattr(torch, self.config.dtype)
         weights = whole_tensors(self.model, dtype)
-        with torch.no_grad():
-            if self.rank == 0:
-                if self.stream is None:
-                    assert self.store is not None
-                    self.stream = WeightStream(self.store, 0, rendezvous.receivers + 1, self.config.step_timeout_s)
-                bucket = self.config.rollout.reshard_bucket_bytes // 2
-                self.stream.send(weights, dtype, bucket)
-            else:
-                for _ in weights:  # takes part in the collectives that gather each tensor
-                    pass
+        if self.rank > 0:
+            for _ in weights:  # takes part in the collectives that gather each tensor
+                pass
+            return
+        if self.stream is None:
+            ranks, timeout_s = 1 + rendezvous.receivers, self.config.step_timeout_s
+            self.stream = WeightStream(JoinedPools(self._store(rendezvous), 0, ranks, timeout_s, "tensors"))
+        self.stream.send(weights, dtype, self.config.rollout.reshard_bucket_bytes // 2)
+
+    def _store(self, rendezvous: Rendezvous) -> TCPStore:
+        if self.store is None:
+            self.store = find_store(rendezvous.address, rendezvous.port, self.config.step_timeout_s)
+        return self.store
 
 
 class ReceivingRollout(RolloutWorker):
@@ -65,9 +90,23 @@ class ReceivingRollout(RolloutWorker):
     @dispatch(to_all)
     def receive_weights(self, rendezvous: Rendezvous, *, version: int) -> None:
         """Take over the weights that the actor sends; ``version`` as of ``load_actor_weights``."""
-        if self.stream is None:
-            timeout_s = self.config.step_timeout_s
-            store = find_store(rendezvous.address, rendezvous.port, timeout_s)
-            self.stream = WeightStream(store, self.rank + 1, rendezvous.receivers + 1, timeout_s)
-        load_whole(self.llm, self.stream.receive())
+        if self.config.rollout.reshard == "gather":
+            if self.stream is None:
+                self.stream = WeightStream(self._join(rendezvous, 1, "tensors"))
+            load_whole(self.llm, self.stream.receive())
+        else:
+            if self.weight_sync is None:
+                group = self._join(rendezvous, rendezvous.senders, "slices")
+                bucket = self.config.rollout.reshard_bucket_bytes
+                self.weight_sync = WeightSync(None, self.llm, group, bucket_bytes=bucket)
+            self.weight_sync.run()
         self._label(version)
+
+    def rest(self) -> None:
+        super().rest()
+        self.stream = None
+
+    def _join(self, rendezvous: Rendezvous, senders: int, name: str) -> JoinedPools:
+        timeout_s = self.config.step_timeout_s
+        store = find_store(rendezvous.address, rendezvous.port, timeout_s)
+        return JoinedPools(store, senders + self.rank, senders + rendezvous.receivers, timeout_s, name)

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from serve.policies.folder import WrittenFile
 from train.algorithms.base import Loss
 from train.batch.packed import PackedBatch
 from train.controller.dispatch import answer_and_per_token, dispatch, per_token, to_all
-from train.model.fsdp import export
+from train.export.model_folder import export
 from train.model.scalar_head import UNSTORED, build_with_scalar_head, sequence_scores
 from train.own_model.separation import require_apart, scalar_outputs
 from train.workers.model_worker import TrainedWorker, forward_per_token
@@ -40,9 +41,10 @@ class ScorerWorker(TrainedWorker):
         return self.take_step(batch, loss_of, self.algorithm.count(batch))
 
     @dispatch(to_all)
-    def export(self, folder: Path) -> None:
-        """Write the weights to ``folder`` as transformers' sequence-classification model with one label."""
-        export(self.model, self.policy, folder, unstored=UNSTORED)
+    def export(self, folder: Path) -> dict[str, WrittenFile]:
+        """Write the weights to ``folder`` as transformers' sequence-classification model with one label; the answer is
+        of ``train.export.model_folder.export``."""
+        return export(self.model, self.policy, folder, unstored=UNSTORED)
 
 
 def scores_at_the_end(model: nn.Module, batch: PackedBatch) -> Tensor:

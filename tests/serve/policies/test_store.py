@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from serve.policies.folder import PolicyInvalid, safetensors_header
+from serve.policies.folder import PolicyInvalid, WrittenFile, safetensors_header, sha256_file
 from serve.policies.store import (
     PolicyCorrupt,
     PolicyError,
@@ -51,6 +52,34 @@ def test_a_published_policy_reads_back_with_its_manifest(store: PolicyStore) -> 
     assert latest.version == 2
     assert latest.sha256 != store.get(1).sha256
     assert store.verify(2).version == 2
+
+
+def test_a_file_that_was_hashed_while_it_was_written_is_not_read_again_until_it_serves(
+    store: PolicyStore, tmp_path: Path
+) -> None:
+    source = tmp_path / "candidate"
+    write_model(source)
+    weights = source / "model.safetensors"
+    untrue = WrittenFile.of(weights.stat(), "f" * 64)  # only who reads the file can know
+
+    def published(copy: Callable[[str, str], object]) -> int:
+        return store.publish(
+            lambda aside: shutil.copytree(source, aside, dirs_exist_ok=True, copy_function=copy),
+            parent=None,
+            lineage={},
+            metrics={},
+            written={weights.name: untrue},
+        ).version
+
+    linked, copied = published(os.link), published(shutil.copy2)
+    assert store.get(linked).files[weights.name]["sha256"] == "f" * 64
+    with pytest.raises(PolicyCorrupt, match=r"model\.safetensors has sha256 .*, its manifest says ffffffffffff"):
+        store.verify(linked)
+    assert store.get(copied).files[weights.name]["sha256"] == sha256_file(weights), "another file has its own hash"
+    weights.write_bytes(weights.read_bytes())
+    rewritten = published(os.link)
+    assert store.get(rewritten).files[weights.name]["sha256"] == sha256_file(weights), "nor does one written to since"
+    assert store.verify(rewritten).version == rewritten
 
 
 def test_what_a_policy_and_its_ancestors_learned_from_is_known_and_what_is_not_is_named(store: PolicyStore) -> None:

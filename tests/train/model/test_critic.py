@@ -22,7 +22,7 @@ from train.batch.packed import PackedBatch
 from train.checkpoint.folders import begin_aside, make_whole
 from train.config.algorithms import AlgorithmConfig
 from train.config.training import TrainConfig
-from train.model.fsdp import export
+from train.export.model_folder import export
 from train.model.hf_io import plain_name
 from train.model.mesh import make_meshes, mesh_sizes
 from train.model.scalar_head import UNSTORED, build_with_scalar_head, sequence_scores, token_values

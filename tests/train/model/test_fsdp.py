@@ -21,7 +21,8 @@ from tests.train.tiny_models import gpt_neox, llama, mixture, plain_log_probs, q
 from train.algorithms import load
 from train.config.sections import FsdpConfig
 from train.config.training import TrainConfig
-from train.model.fsdp import build, export
+from train.export.model_folder import export
+from train.model.fsdp import build
 from train.model.hf_io import held, plain_name, stored_in
 from train.model.lora import merged_parameters
 from train.model.mesh import make_meshes, world_timeout

@@ -34,7 +34,8 @@ from train.checkpoint.dcp import load
 from train.checkpoint.folders import aside_of, begin_aside, make_whole, name_of
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
-from train.model.fsdp import build, causal_lm, export, token_log_probs
+from train.export.model_folder import export
+from train.model.fsdp import build, causal_lm, token_log_probs
 from train.model.hf_io import held, own_slice, plain_name, stored_in, whole_tensor
 from train.model.lora import merged_parameters
 from train.model.mesh import make_meshes, mesh_sizes

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from serve.policies.folder import WrittenFile, sha256_file
 from train.checkpoint.folders import CheckpointError
 from train.config.training import TrainConfig
 from train.run.best_weights import Best, BestWeights, best_of
@@ -41,8 +42,10 @@ def test_another_step_is_never_taken_for_the_best_whose_weights_are_gone(tmp_pat
 class Actor:
     """All that is called of the group in training; what real ones export is tested by runs."""
 
-    def export(self, folder: Path) -> None:
-        (folder / "model.safetensors").touch()
+    def export(self, folder: Path) -> dict[str, WrittenFile]:
+        path = folder / "model.safetensors"
+        path.write_bytes(b"weights")
+        return {path.name: WrittenFile.of(path.stat(), sha256_file(path))}
 
 
 def test_weights_stay_while_a_run_that_goes_on_from_a_checkpoint_may_need_them(tmp_path: Path) -> None:
@@ -61,6 +64,16 @@ def test_weights_stay_while_a_run_that_goes_on_from_a_checkpoint_may_need_them(t
     (tmp_path / "checkpoints" / "step-00000001").rename(tmp_path / "gone")
     best.prune(done)
     assert names(tmp_path) == [second, fourth]
+
+
+def test_the_best_is_put_in_the_runs_folder_as_the_files_that_were_hashed(tmp_path: Path) -> None:
+    config = TrainConfig.model_validate({"evaluate_suite": "s.jsonl", "keep": "best"})
+    BestWeights(config, tmp_path, Actor()).look(history(0.5))  # type: ignore[arg-type]
+    best = best_of(tmp_path, history(0.5))
+    assert best is not None
+    [(name, written)] = best.restore(tmp_path).items()
+    assert written.is_at(tmp_path / "candidate" / name)
+    assert sorted(os.listdir(tmp_path)) == ["best", "candidate"]
 
 
 def test_by_default_nothing_is_written(tmp_path: Path) -> None:

@@ -90,6 +90,38 @@ def test_every_rank_ends_with_what_it_needs_and_gets_nothing_twice(case: tuple[d
             assert load <= limit or rows, "an exchange is over its bound only when it can't be cut further"
 
 
+@st.composite
+def separate_cases(draw: st.DrawFn) -> tuple[dict[str, Held], Needed, int, int]:
+    """As ``cases``, with generation on ranks of its own, which come after those that hold something."""
+    held, needed, limit = draw(cases())
+    senders, receivers = len(needed.kind_of), draw(st.integers(1, 5))
+    kinds = (*needed.kinds, {})
+    kind_of = (len(needed.kinds),) * senders + tuple(r % len(needed.kinds) for r in range(receivers))
+    return held, Needed(kinds, kind_of), limit, senders
+
+
+@settings(max_examples=60, deadline=None)
+@given(separate_cases())
+def test_ranks_of_another_pool_get_each_box_once_from_those_that_hold_it(
+    case: tuple[dict[str, Held], Needed, int, int],
+) -> None:
+    held, needed, limit, senders = case
+    plans = [make_plan(r, held, needed, exchange_elements=limit) for r in range(len(needed.kind_of))]
+    executed(plans, held, needed)
+    for plan in plans:
+        wanted = sum(numel(box) for name in held for box in needed.by(plan.rank, name))
+        assert plan.received == wanted
+        assert plan.received == 0 or plan.rank >= senders
+        assert not any(bucket.sends for bucket in plan.buckets) or plan.rank < senders
+
+
+def test_replicas_share_what_they_send_to_another_pool() -> None:
+    held = {"w": shards_of((8, 4), [[0, 1], [2, 3]], (None, 0))}
+    needed = Needed(({}, {"w": (((0, 8), (0, 4)),)}), (0,) * 4 + (1,) * 2)
+    plans = [make_plan(r, held, needed, exchange_elements=1000) for r in range(6)]
+    assert [sum(sum(bucket.send_counts) for bucket in plan.buckets) for plan in plans] == [16] * 4 + [0] * 2
+
+
 def rows_of(held: Held) -> int:
     return max(box[0][1] - box[0][0] for box, _ in held.shards)
 
