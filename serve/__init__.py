@@ -10,6 +10,7 @@ the lake meanwhile), ``engine`` (what that path needs of an engine), ``vllm`` (v
 
 Follow a policy: ``policies`` (the store and the serving pointer), ``swap`` (into a running engine), ``fleet`` (into all
 replicas). For all of them: ``config`` (every setting of the server), ``kv_cache`` (how long a context and how large a
-KV cache an engine gets), ``observability`` (logs and metrics), ``local_ray`` (a Ray on this machine, for a fleet and
+KV cache an engine gets), ``standby_room`` (whether a second set of weights
+has room beside it), ``observability`` (logs and metrics), ``local_ray`` (a Ray on this machine, for a fleet and
 for training).
 """

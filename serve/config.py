@@ -46,7 +46,11 @@ class EngineConfig(Section):
         "a GPU what is free.",
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="On a GPU, share of its memory that the engine may take."
+        0.9,
+        gt=0,
+        le=1,
+        description="On a GPU, share of its memory that the engine may take; less, where a swap's second set of "
+        "weights needs room.",
     )
     enforce_eager: bool = Field(
         True, description="No compilation: starts half a minute sooner, decodes a quarter slower."
@@ -104,9 +108,17 @@ class SwapConfig(Section):
         "weights for that time. Where there is none (in_place), or shadow_weights keeps another set, files are "
         "verified and no more.",
     )
-    in_place: bool = Field(
-        False,
-        description="Make no second set of weights: less memory, and no token is made for as long as the load takes.",
+    in_place: bool | None = Field(
+        None,
+        description="Make no second set of weights: less memory, and no token is made for as long as the load takes. "
+        "None: decided when the server starts; the engine leaves room for a second set, unless it would have less KV "
+        "cache than least_kv_tokens then. False: a second set is made whatever that leaves.",
+    )
+    least_kv_tokens: int = Field(
+        16384,
+        ge=1,
+        description="Tokens that the KV cache must still hold beside the room for a second set of weights, as far as "
+        "requests can use them: with less, policies are swapped in place.",
     )
     spare_bytes: int = Field(
         256 << 20, ge=0, description="Refuse a swap whose second set of weights would leave less memory than this."

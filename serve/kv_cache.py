@@ -152,11 +152,11 @@ def full_context(config: dict[str, Any]) -> int | None:
     return None
 
 
-def token_bytes(policy: Path, dtype: str) -> int | None:
+def token_bytes(policy: Path, dtype: str, devices: int = 1) -> int | None:
     """Bytes that a token of the policy in a folder takes in a KV cache; None for models whose caches are of another
-    kind. ``dtype``: the engine's setting."""
+    kind. ``dtype``: the engine's setting; ``devices``: that one copy is split over, on each of them."""
     config = json.loads((policy / "config.json").read_text())
-    return _bytes_per_token(config, _BYTES[compute_dtype(policy, dtype)], 1)
+    return _bytes_per_token(config, _BYTES[compute_dtype(policy, dtype)], devices)
 
 
 def machine_memory() -> int:

@@ -19,7 +19,7 @@ from serve.api_processes.first import FurtherProcesses
 from serve.api_processes.further import Serving
 from serve.api_processes.process import ApiProcess
 from serve.api_processes.summed_metrics import summed
-from serve.config import ServeConfig
+from serve.config import FleetConfig, ServeConfig
 from serve.engine import EngineError
 from serve.policies.experiments import Assignment, Turn
 from serve.policies.open_store import open_store
@@ -65,6 +65,11 @@ class Fleet(Protocol):
         ...
 
 
+def replicas_here(fleet: FleetConfig) -> int:
+    """How many replicas share this machine's memory, at least."""
+    return 1 if fleet.ray_address is not None else fleet.least_replicas
+
+
 class Server(ApiProcess):
     """The parts behind the routes. Paths in both configs are absolute, or relative to the working directory."""
 
@@ -89,7 +94,7 @@ class Server(ApiProcess):
         super().__init__(
             config,
             feedback_config,
-            engine or Engine(config.engine),
+            engine or Engine(config.engine, config.swap, replicas_here(config.fleet)),
             config.replica_name,
             ledger=self.ledger,
             active=None if further is None else further.active,
@@ -150,6 +155,7 @@ class Server(ApiProcess):
             raise
         if self.swapper.store.uri is not None:
             self.metrics.watch("policy_store", lambda: {"age_seconds": self.swapper.store.age})
+        self.metrics.watch("swap", lambda: {"in_place": float(self.swapper.way["in_place"])})
         self.metrics.watch("keys", self.keyring.stats)
         self.metrics.watch("sealer", self.sealer.stats)
         self.metrics.watch("ledger", self.ledger.stats)

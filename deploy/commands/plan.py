@@ -194,14 +194,9 @@ def _of_serving(replica: Serving) -> str:
         f"a replica on {replica.devices} device{'s' * (replica.devices > 1)} of its own has {_gib(replica.weights)} "
         f"GiB of weights and {_gib(replica.kv_cache)} of KV cache on each; "
     )
-    if not replica.standby:
-        return what + "serve.swap.in_place makes no second set of weights"
-    if replica.standby_fits:
-        return what + f"a swap's second set, {_gib(replica.standby)} GiB, fits beside it"
-    return what + (
-        f"a swap's second set, {_gib(replica.standby)} GiB, does not fit beside it: set "
-        f"serve.engine.gpu_memory_utilization to at most {replica.most_utilization:.2f}, or serve.swap.in_place"
-    )
+    if replica.in_place:
+        return f"{what}a swap loads in place, while requests wait: {replica.reason}"
+    return f"{what}{replica.reason} (gpu_memory_utilization {replica.utilization:g})"
 
 
 def _most(memory: dict[str, int]) -> tuple[str, int]:

@@ -51,6 +51,9 @@ class PolicyOut(BaseModel):
         description="If an experiment runs: the block that it is. In a fleet: which replicas serve the candidate.",
     )
     store: str | None = Field(None, description="Which policy store it serves from: the time of that one's first move.")
+    swap: dict[str, Any] = Field(
+        description="How this replica swaps policies, in_place or not, and the reason, as decided when it started."
+    )
     replica: str = Field(description="The replica that answers.")
     unready: str | None = Field(description="Why the replica that answers takes no requests.")
     phase: str | None = Field(None, description="In a fleet: what its rollout does at the moment.")

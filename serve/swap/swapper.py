@@ -26,6 +26,7 @@ from serve.policies.folder import StoreUnreachable
 from serve.policies.probe import Numbers, judge
 from serve.policies.records import append_json, now
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
+from serve.standby_room import size_text
 from serve.swap.compatibility import require_compatible
 from serve.swap.verification import read, verify
 from serve.vllm.engine import Engine, Exchanged, Weights
@@ -128,6 +129,8 @@ class Swapper:
         self.failed: dict[str, Any] | None = None
         """The pointer that could not be followed, or prepared for, until another one is."""
         self.name = name
+        self.way: dict[str, Any] = {"in_place": bool(config.in_place), "reason": "the engine has not started"}
+        """How policies are swapped, and why, as it was decided when the engine started."""
         self.agree: Callable[[], Awaitable[None]] = _alone
         """Has the other API processes know what serves, and returns when they do."""
         self.turn: Turn | None = None
@@ -172,6 +175,7 @@ class Swapper:
         started = time.monotonic()
         await self.engine.start(self._serving.policy)
         log.info("the engine runs after %.1f s", time.monotonic() - started)
+        await self._note_way()
         numbers = Numbers.of(self.policy.probe) if self.config.probe else "serve.swap.probe is off"
         proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
         log.info("probe of policy %d: %s", self.engine.version, proof)
@@ -225,7 +229,27 @@ class Swapper:
             "prepared": self._ready[1].weights.policy.version if self._ready is not None else None,
             "experiment": asdict(turn) if turn is not None else None,
             "store": self._store,
+            "swap": self.way,
         }
+
+    async def _note_way(self) -> None:
+        """Say how policies will be swapped: whoever operates the server should not learn it from the first swap."""
+        room, reason = self.engine.room, await self._in_place_reason()
+        self.way = {"in_place": reason is not None, "reason": reason or room.reason}
+        if reason is None:
+            (log.warning if room.short else log.info)("swaps exchange weights: %s", room.reason)
+            return
+        kept = f"; {size_text(room.second)} that the engine has left free for them are of no use" if room.second else ""
+        log.warning("swaps load weights in place, and requests wait for the load: %s%s", reason, kept)
+        self._logged_reason = reason
+
+    async def _in_place_reason(self) -> str | None:
+        """Why there is no second set of weights; None if there is."""
+        if self.config.in_place:
+            return "serve.swap.in_place is set"
+        if self.config.in_place is None and self.engine.room.in_place:
+            return self.engine.room.reason
+        return await self.engine.unsupported_reason()
 
     async def _follow(self) -> None:
         unreadable = unreachable = None
@@ -519,7 +543,7 @@ class Swapper:
         config, old = self.config, self._serving
         policy = await asyncio.to_thread(self._compatible, old.policy, version)
         weights = await self._verify(policy)
-        reason = "serve.swap.in_place is set" if config.in_place else await self.engine.unsupported_reason()
+        reason = await self._in_place_reason()
         self._spare = None
         if reason is None:
             await self.engine.prepare_standby(

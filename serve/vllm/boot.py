@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from feedback.processes.signals import stop_signals_blocked
 from feedback.trusted_code import SETTING, UntrustedCode, trusted
-from serve.config import EngineConfig
-from serve.kv_cache import SERVER_SHARE, KVCache, fit_engine
+from serve.config import EngineConfig, SwapConfig
+from serve.kv_cache import SERVER_SHARE, KVCache, available_memory, fit_engine, machine_memory
 from serve.local_ray.cluster import environment, loopback_sockets
 from serve.policies.folder import compute_dtype
+from serve.standby_room import Room, room_of
 from serve.vllm import compat, engine_process
 from serve.vllm.engine_process import WaitingProcess
 
@@ -143,18 +144,28 @@ def server_engine(
     stats: dict[str, float],
     waiting: WaitingProcess | None = None,
     further: FurtherClients | None = None,
-) -> AsyncLLM:
+    *,
+    swap: SwapConfig,
+    replicas: int = 1,
+) -> tuple[AsyncLLM, Room]:
     """Boot a server's engine on the policy in ``path``; it dies with this process. ``stats``: gets its newest numbers.
 
-    waiting: the process that becomes the engine; by default a new one. further: its clients beside this process.
-    Raises IncompatibleVersion, and what vLLM raises.
+    Args:
+        waiting: the process that becomes the engine; by default a new one.
+        further: its clients beside this process.
+        swap: by which it leaves room for a second set of weights.
+        replicas: that share this machine's memory, on a CPU.
+
+    Returns:
+        The engine, and what was decided of swaps.
+
+    Raises IncompatibleVersion, ContextRefused, PolicyError, and what vLLM raises.
     """
     compat.require()  # the versions, before a name is imported that another one may lack
     with server_children(config):
         _silence()
         from vllm.config import StructuredOutputsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -163,9 +174,11 @@ def server_engine(
         from serve.vllm.stat_logger import StatLogger
 
         detokenizer.install()
+        room = _standby_room(config, swap, path, replicas)
         cache = KVCache(config.max_model_len or -1, None)
-        if config.kv_cache_bytes is not None or current_platform.is_cpu():
-            cache = fit_engine(config, path, section="serve.engine", share=SERVER_SHARE)
+        if room.kv_cache_bytes is not None:
+            sized = config.model_copy(update={"kv_cache_bytes": room.kv_cache_bytes})
+            cache = fit_engine(sized, path, section="serve.engine", share=SERVER_SHARE)
             if cut := cache.cut("serve.engine"):
                 log.warning("%s", cut)
         arguments: dict[str, Any] = {
@@ -175,7 +188,7 @@ def server_engine(
             "max_model_len": cache.max_model_len,
             "max_num_seqs": config.max_num_seqs,
             "kv_cache_memory_bytes": cache.size,
-            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "gpu_memory_utilization": room.utilization,
             "use_tqdm_on_load": False,
             "enforce_eager": config.enforce_eager,
             "enable_prefix_caching": config.enable_prefix_caching,
@@ -203,7 +216,18 @@ def server_engine(
                 stat_loggers=[lambda vllm_config, engine_index: StatLogger(stats)],
             )
         _keep_end_token(llm)
-        return llm
+        return llm, room
+
+
+def _standby_room(config: EngineConfig, swap: SwapConfig, path: Path, replicas: int) -> Room:
+    """Whether there will be a second set of weights, and what the engine is started with for that."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return room_of(config, swap, path, gpu=True, memory=current_platform.get_device_total_memory())
+    t, machine = config.tensor_parallel_size, machine_memory()
+    available = min(available_memory(), machine // replicas) // t
+    return room_of(config, swap, path, gpu=False, memory=machine // t, available=available)
 
 
 def attached_engine(client: EngineClient, stats: dict[str, float]) -> AsyncLLM:
@@ -345,11 +369,16 @@ def sampling_params(**options: Any) -> SamplingParams:
     return SamplingParams(**defaults | options)
 
 
-def add_request(engine: Any, name: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
-    """Begin a request on an LLMEngine in this process, whose ``step`` then goes on with it."""
+def add_request(
+    engine: Any, name: str, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str | None = None
+) -> None:
+    """Begin a request on an LLMEngine in this process, whose ``step`` then goes on with it.
+
+    ``cache_salt``: it reads cached prefixes of requests with the same one alone.
+    """
     from vllm.inputs.engine import tokens_input
 
-    engine.add_request(name, tokens_input(prompt_token_ids), params)
+    engine.add_request(name, tokens_input(prompt_token_ids, cache_salt=cache_salt), params)
 
 
 def spans_of(output: CompletionOutput) -> list[tuple[int, int]]:

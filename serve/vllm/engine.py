@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from serve.config import EngineConfig
+from serve.config import EngineConfig, SwapConfig
 from serve.engine import EngineDead, EngineError, EngineRefused
 from serve.generation.request import Generated as Generated
 from serve.generation.request import Generation as Generation
@@ -32,6 +32,7 @@ from serve.generation.request import Sampling as Sampling
 from serve.generation.request import sampled_logprobs as sampled_logprobs
 from serve.generation.tokenizer import Text
 from serve.policies.store import Policy
+from serve.standby_room import Room
 from serve.vllm.boot import EngineClient as EngineClient
 from serve.vllm.boot import (
     FurtherClients,
@@ -82,8 +83,11 @@ class Exchanged:
 class Engine:
     """vLLM in a process of its own, with weights that can be changed while requests are in flight."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, swap: SwapConfig | None = None, replicas: int = 1) -> None:
+        """``swap``: by which it leaves room for a second set of weights; ``replicas``: that share a CPU's memory."""
+        self.config, self._swap, self._replicas = config, swap or SwapConfig(), replicas
+        self.room = Room(bool(self._swap.in_place), "the engine has not started", config.gpu_memory_utilization)
+        """What was decided of swaps before it started."""
         self.version = 0
         """The policy whose weights the engine holds."""
         self.requests: set[str] = set()
@@ -158,7 +162,9 @@ class Engine:
         if self._given_up:
             raise EngineError("the server was stopped")
         # Kept here, so that close() stops it if the start was cancelled.
-        self._llm = server_engine(self.config, path, self.stats, self._waiting, self.further)
+        self._llm, self.room = server_engine(
+            self.config, path, self.stats, self._waiting, self.further, swap=self._swap, replicas=self._replicas
+        )
 
     async def attach(self, client: EngineClient) -> None:
         """Use the engine of another process, which ``follow`` tells of. Raises EngineError."""

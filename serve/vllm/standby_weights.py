@@ -38,10 +38,10 @@ from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 from serve.kv_cache import available_memory
 from serve.policies.folder import safetensors_header
 from serve.policies.mapped_safetensors import MappedFile
+from serve.standby_room import SLACK
 
 _NICENESS: Final = 10  # about a tenth of a processor beside one busy thread: behind requests, and yet in time
 _YIELD_S: Final = 0.002  # between two tensors, so that the engine's thread gets the interpreter
-_SLACK: Final = 1.05  # allocators round up
 _RELEASE_TIMEOUT_S: Final = 60.0
 
 
@@ -251,7 +251,7 @@ def bytes_needed(model: nn.Module, vllm_config: Any, files: list[Path]) -> int:
         for layer in model.modules()
         if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear")
     )
-    return int(_SLACK * (stored / vllm_config.parallel_config.tensor_parallel_size + prepacked))
+    return int(SLACK * (stored / vllm_config.parallel_config.tensor_parallel_size + prepacked))
 
 
 def bytes_available(device: torch.device) -> int:

@@ -7,41 +7,27 @@ processes not at all, and what is refused is ``FAR`` beyond the memory.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from pydantic import BaseModel
 
 from serve.config import EngineConfig, SwapConfig
 from serve.kv_cache import SERVER_SHARE, fit_engine
-from serve.policies.folder import compute_dtype, safetensors_header
+from serve.standby_room import CHANGING_MEMORY, room_of, size_text, weight_bytes
 from train.config.context_length import rollout_cache
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
 from train.planner.machine import Machine
 from train.planner.plan import NothingFits, Phase, Workload, candidates, choose, plan
-from train.planner.sizes import GIB, ITEMSIZE
 
 FAR: Final = {"cuda": 1.1, "cpu": 1.25}
 """Times a device's memory from which settings are refused. Predictions are checked to 10 %; a CPU's memory has room
 beside it, pages of a KV cache that are never touched, and swap, which is added."""
-
-_STANDBY_SLACK: Final = 1.05  # serve/vllm/standby_weights.py
-_CHANGING_MEMORY: Final = (
-    *("quantization", "quantization_config", "load_format", "model_weights", "model_class_overrides", "hf_overrides"),
-    *("hf_config_path", "ignore_patterns", "language_model_only", "mm_encoder_only", "kv_cache_dtype"),
-    *("kv_cache_memory_bytes", "num_gpu_blocks_override", "cpu_offload_gb", "offload_backend", "offload_group_size"),
-    *("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel"),
-)
-"""Arguments of vLLM (serve.engine.extra) with which weights or KV cache take other memory than is counted here."""
-
-_IN_PLACE: Final = ("speculative_config", "spec_model", "enable_lora")
-"""Those with which there is no second set of weights (serve/vllm/standby_weights.py)."""
 
 _SHORT: Final = 8
 """Responses may turn out to be so many times shorter than the greatest length."""
@@ -125,7 +111,7 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
     kept = found.offloaded * config.ranks_of(config.placement.actor)
     if machine.kind == "cuda" and kept > host:
         what = "offload_optimizer" if config.fsdp.offload_optimizer else "cpu_offload"
-        text = f"train.fsdp.{what} keeps {_size(kept)} in the host's memory, which is {_size(host)}"
+        text = f"train.fsdp.{what} keeps {size_text(kept)} in the host's memory, which is {size_text(host)}"
         less = "" if config.lora else "train adapters (train.lora), or "
         return Finding(_level(kept, host, FAR["cpu"] * host), text, f"{less}use a machine with more memory")
     worst = max(found.phases, key=lambda phase: phase.bytes / share(phase, machine.memory))
@@ -133,8 +119,9 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
     usable = max(0, has - (machine.memory - machine.usable))
     what, most = max(worst.memory.items(), key=lambda item: item[1])
     text = (
-        f"{worst.name} needs {_size(worst.bytes)} on each rank, of which {_size(most)} are {what}, and a "
-        f"{'device' if machine.kind == 'cuda' else 'rank'} has {_size(has)}, of which {_size(usable)} can be filled"
+        f"{worst.name} needs {size_text(worst.bytes)} on each rank, of which {size_text(most)} are {what}, and a "
+        f"{'device' if machine.kind == 'cuda' else 'rank'} has {size_text(has)}, of which {size_text(usable)} can be "
+        "filled"
     )
     level: Level = "refused" if refused(worst) else "tight" if worst.bytes > usable else "fits"
     if level == "refused":
@@ -211,22 +198,24 @@ def _unset(section: _Section, *names: str) -> _Section:
 
 
 def _server(engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machine, replicas: int) -> Finding:
-    if other := [name for name in _CHANGING_MEMORY if name in engine.extra]:
+    if other := [name for name in CHANGING_MEMORY if name in engine.extra]:
         return Finding("unplanned", f"serve.engine.extra has {', '.join(other)}")
     gpu, t, share = machine.kind == "cuda", engine.tensor_parallel_size, engine.gpu_memory_utilization
-    whole, quantized = _weights(policy, engine.dtype)
+    whole, _ = weight_bytes(policy, engine.dtype)
     least = 0.0 if gpu else SERVER_SHARE  # on a GPU the cache gets what is left
     cache = fit_engine(engine, policy, section="serve.engine", share=least, memory=machine.memory // (1 if gpu else t))
     size = cache.size or 0
     weights, kv = (whole // t, size) if gpu else (whole, t * size)  # on a CPU all of them are in one memory
     by_share = gpu and engine.kv_cache_bytes is None
-    room = int(share * machine.memory) if by_share else machine.memory
+    limit = int(share * machine.memory) if by_share else machine.memory
     needed = (1 if gpu else replicas) * (weights + kv)
-    of = f"{_size(machine.memory)} of {'a device' if gpu else 'this machine'}"
-    within = f"{_size(room)}, serve.engine.gpu_memory_utilization={share:g} of the {of}" if by_share else f"the {of}"
+    of = f"{size_text(machine.memory)} of {'a device' if gpu else 'this machine'}"
+    within = (
+        f"{size_text(limit)}, serve.engine.gpu_memory_utilization={share:g} of the {of}" if by_share else f"the {of}"
+    )
     each = f"{replicas} times " if needed != weights + kv else ""
-    text = f"{each}{_size(weights)} of weights and at least {_size(kv)} of KV cache, where there are {within}"
-    if (level := _level(needed, room, FAR[machine.kind] * room + machine.swap)) != "fits":
+    text = f"{each}{size_text(weights)} of weights and at least {size_text(kv)} of KV cache, where there are {within}"
+    if (level := _level(needed, limit, FAR[machine.kind] * limit + machine.swap)) != "fits":
         remedies = [
             "raise serve.engine.gpu_memory_utilization" if by_share and needed < machine.memory else "",
             "lower serve.engine.kv_cache_bytes or serve.engine.max_model_len" if kv > weights / 10 else "",
@@ -234,46 +223,19 @@ def _server(engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machi
             "lower serve.fleet.replicas" if each else "",
         ]
         return Finding(level, text, ", or ".join(filter(None, [*remedies, "serve a smaller model"])))
-    if swap.in_place or quantized or not (gpu or engine.enforce_eager) or engine.extra.keys() & set(_IN_PLACE):
-        return Finding("fits", f"{text}; a swap loads the next policy in place, while requests wait")
-    second = int(_STANDBY_SLACK * weights) + swap.spare_bytes + (machine.reserved if gpu else 0)
-    beside = machine.memory - (room if by_share else needed)
-    standby = f"a swap's second set of weights takes {_size(second)}{', the driver included,' if gpu else ''}"
-    if second <= beside:
-        return Finding("fits", f"{text}; {standby} of the {_size(beside)} beside them")
-    most = math.floor(100 * (1 - second / machine.memory)) / 100
-    lower = f"lower serve.engine.gpu_memory_utilization to {most:.2f}, or "
-    return Finding(
-        "tight",
-        f"{text}; {standby} of the {_size(beside)} beside them, so that every swap will be refused",
-        f"{lower if by_share and most * machine.memory > needed else ''}set serve.swap.in_place, with which requests "
-        "wait for the load",
+    ranks = 1 if gpu else t
+    room = room_of(
+        engine,
+        swap,
+        policy,
+        gpu=gpu,
+        memory=machine.memory // ranks,
+        available=machine.memory // (ranks * (1 if gpu else replicas)),
+        reserved=machine.reserved,
     )
-
-
-def _weights(policy: Path, setting: str) -> tuple[int, bool]:
-    """(bytes of all weights, whether they are quantized), by the headers of the files that vLLM loads.
-
-    That are all, but for those that the index does not name: Mistral's are there twice. Raises PolicyError.
-    """
-    config: dict[str, Any] = json.loads((policy / "config.json").read_text())
-    files, index = set(policy.glob("*.safetensors")), policy / "model.safetensors.index.json"
-    if index.is_file():
-        files &= {policy / name for name in json.loads(index.read_text())["weight_map"].values()}
-    tensors = [entry for path in files for entry in safetensors_header(path).values()]
-    if not tensors:
-        raise ValueError(f"{policy} has no *.safetensors files here")
-    quantized = bool(config.get("quantization_config"))
-    itemsize = None if quantized else ITEMSIZE[compute_dtype(policy, setting)]
-
-    def size(entry: dict[str, Any]) -> int:
-        if itemsize is not None and entry["dtype"] in ("BF16", "F16", "F32", "F64"):
-            return itemsize * math.prod(entry["shape"])
-        begin, end = entry["data_offsets"]  # integers and 8-bit floats stay as they are
-        return int(end - begin)
-
-    return sum(map(size, tensors)), quantized
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / 2**20:.0f} MiB"
+    if room.in_place:
+        return Finding("fits", f"{text}; a swap loads the next policy in place, while requests wait: {room.reason}")
+    if not room.short:
+        return Finding("fits", f"{text}; {room.reason}")
+    advice = "take serve.swap.in_place=false out, and requests wait for the load"
+    return Finding("tight", f"{text}; {room.reason}", advice)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -11,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from serve.config import EngineConfig, SwapConfig
+from serve.kv_cache import SERVER_SHARE
+from serve.standby_room import SLACK, WORKSPACE, Needs, decide, never_standby
 from train.config.training import TrainConfig
 from train.planner import memory, step_time
 from train.planner.machine import Machine
@@ -263,9 +264,10 @@ def fitting_machines(config: TrainConfig, models: Models, machine: Machine, work
 
 @dataclass(frozen=True)
 class Serving:
-    """A replica of the server on devices of its own, in bytes of each. ``standby``: of a second set of weights.
+    """A replica of the server on devices of its own, in bytes of each. ``standby``: left for a second set of weights.
 
-    ``standby_fits``: beside an engine that takes ``utilization`` of a device; ``most_utilization``: with which it does.
+    ``in_place``: it has none, and a swap loads in place; ``reason``: why, or what the second set takes.
+    ``utilization``: of a device, that vLLM is started with.
     """
 
     devices: int
@@ -273,30 +275,36 @@ class Serving:
     kv_cache: int
     standby: int
     utilization: float
-    standby_fits: bool
-    most_utilization: float
+    in_place: bool
+    reason: str
 
 
 def serving(shape: ModelShape, engine: EngineConfig, swap: SwapConfig, machine: Machine) -> Serving:
     """A replica as serve.engine says, on as many devices as one copy needs where it doesn't say.
 
-    A second set takes as much as the first and 5 % (serve/vllm/standby_weights.py), must leave serve.swap.spare_bytes,
-    and gets what serve.engine.gpu_memory_utilization leaves of a device.
+    Whether there is a second set of weights is what the server itself decides (``serve.standby_room``).
     """
     itemsize = ITEMSIZE.get(shape.stored if engine.dtype == "auto" else engine.dtype, 2)
-    share = engine.gpu_memory_utilization
+    gpu, share = machine.kind != "cpu", engine.gpu_memory_utilization
     sizes = [t for t in TENSOR_PARALLEL if shape.heads % t == 0]
     if "tensor_parallel_size" in engine.model_fields_set:
         sizes = [engine.tensor_parallel_size]
     least = engine.max_model_len or min(shape.context or _PREFILLED, _PREFILLED)  # tokens of KV cache
     for t in sizes:
-        weights = itemsize * shape.parameters // t
-        cache = engine.kv_cache_bytes or int(share * machine.memory) - weights - GIB
-        if t == sizes[-1] or cache >= least * shape.key_value_bytes(itemsize, t):
+        weights, each = itemsize * shape.parameters // t, shape.key_value_bytes(itemsize, t)
+        cache = engine.kv_cache_bytes or int(share * machine.memory) - weights - WORKSPACE
+        if t == sizes[-1] or cache >= least * each:
             break
-    standby = 0 if swap.in_place else int(1.05 * weights) + swap.spare_bytes
-    most = math.floor(100 * (1 - (standby + machine.reserved) / machine.memory)) / 100
-    return Serving(t, weights, max(0, cache), standby, share, standby == 0 or share <= most, max(0.0, most))
+    used = engine.max_num_seqs * (engine.max_model_len or shape.context or swap.least_kv_tokens)
+    tokens = max(engine.max_model_len or 0, min(swap.least_kv_tokens, used))
+    wanted = engine.kv_cache_bytes if gpu or engine.kv_cache_bytes else int(SERVER_SHARE * machine.memory)
+    needs = Needs(weights, int(SLACK * weights), wanted, tokens * each)
+    unsupported = never_standby(engine, gpu=gpu, quantized=False)
+    room = decide(
+        needs, engine, swap, gpu=gpu, memory=machine.memory, reserved=machine.reserved, unsupported=unsupported
+    )
+    cache = room.kv_cache_bytes or int(room.utilization * machine.memory) - weights - WORKSPACE
+    return Serving(t, weights, max(0, cache), room.second, room.utilization, room.in_place, room.reason)
 
 
 def candidates(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Iterator[TrainConfig]:

@@ -315,3 +315,32 @@ def descendants(process: int) -> list[int]:
         for pid in map(int, child.read_text().split()):
             found += [pid, *descendants(pid)]
     return found
+
+
+def test_a_server_without_room_for_a_second_set_of_weights_decides_so_when_it_starts(
+    tmp_path: Path, model_folders: list[Path]
+) -> None:
+    store = PolicyStore(tmp_path / "policies")
+    for folder in model_folders[:2]:
+        store.publish(folder, parent=None, lineage={}, metrics={}, probe=probe.measure)
+    store.promote(1, expected=None, who="test", why="first")
+    server = start_server(tmp_path, store, swap={"poll_seconds": 0.05, "spare_bytes": 1 << 50})  # more than there is
+    try:
+        way = httpx.get(f"{server.url}/policy").json()["swap"]
+        assert way["in_place"] is True
+        assert way["reason"].startswith("a second set of weights takes 1048576.")
+        assert "millrace_swap_in_place 1.0" in httpx.get(f"{server.url}/metrics").text
+        said = "swaps load weights in place, and requests wait for the load: a second set of weights takes 1048576."
+        assert said in server.log.read_text()
+        done = server.settle(server.promote(2))
+        assert (done["version"], done["failed"]) == (2, None)
+        assert done["swaps"][-1]["in_place"] is True
+    finally:
+        stop_server(server)
+
+
+async def test_a_server_with_room_for_a_second_set_of_weights_says_so(client: httpx.AsyncClient) -> None:
+    way = (await client.get("/policy")).json()["swap"]
+    assert way["in_place"] is False
+    assert way["reason"].endswith("which the engine leaves free")
+    assert "millrace_swap_in_place 0.0" in (await client.get("/metrics")).text

@@ -42,7 +42,9 @@ def training(policy: Path, machine: Machine, *, host: int = 1024 * GIB, **settin
     return check_training(TrainConfig.model_validate(settings), policy, machine, host=host)
 
 
-def server(policy: Path, machine: Machine, *, in_place: bool = False, replicas: int = 1, **engine: Any) -> Finding:
+def server(
+    policy: Path, machine: Machine, *, in_place: bool | None = None, replicas: int = 1, **engine: Any
+) -> Finding:
     return check_server(EngineConfig(**engine), SwapConfig(in_place=in_place), policy, machine, replicas=replicas)
 
 
@@ -163,18 +165,19 @@ def test_a_model_that_can_not_be_read_passes_with_the_reason_in_one_line(
     assert server(tmp_path, parse_gpus("1x24GB")).level == "unplanned"
 
 
-def test_a_second_set_of_weights_that_the_engine_leaves_no_room_for_is_found_before_the_swap(qwen: Path) -> None:
-    found = server(qwen, parse_gpus("1x80GB"))  # 14.2 GiB of weights, and a tenth of 78.8 is left
-    assert found.level == "tight"
-    assert "of the 7.9 GiB beside them, so that every swap will be refused" in found.found
-    assert found.advice.startswith("lower serve.engine.gpu_memory_utilization to 0.78, or set serve.swap.in_place")
-    assert server(qwen, parse_gpus("1x80GB"), gpu_memory_utilization=0.78).level == "fits"
-    assert server(qwen, parse_gpus("1x80GB"), tensor_parallel_size=4).level == "fits"
+def test_a_second_set_of_weights_is_planned_for_as_the_server_decides(qwen: Path) -> None:
+    left = "a second set of weights takes 15.1 GiB of 78.8 GiB, which the engine leaves free"
+    found = server(qwen, parse_gpus("1x80GB"))
+    assert (found.level, found.found.endswith(left)) == ("fits", True)
     in_place = server(qwen, parse_gpus("1x80GB"), in_place=True)
     assert in_place.level == "fits"
-    assert in_place.found.endswith("a swap loads the next policy in place, while requests wait")
-    small = server(qwen, parse_gpus("1x24GB"))  # with what would leave room, the weights would not fit
-    assert (small.level, "gpu_memory_utilization" in small.advice) == ("tight", False)
+    assert in_place.found.endswith("in place, while requests wait: serve.swap.in_place is set")
+    small = server(qwen, parse_gpus("1x24GB"))
+    assert small.level == "fits"
+    assert "in place, while requests wait: a second set of weights takes 15.1 GiB of 23.6 GiB" in small.found
+    forced = server(qwen, parse_gpus("1x24GB"), in_place=False)
+    assert (forced.level, forced.advice.startswith("take serve.swap.in_place=false out")) == ("tight", True)
+    assert forced.found.endswith("so that swaps will be refused")
 
 
 def test_weights_beyond_the_engines_part_of_a_device_are_refused(qwen: Path) -> None:
@@ -192,7 +195,8 @@ def test_replicas_share_the_memory_of_a_cpu(qwen: Path) -> None:
     assert server(qwen, cpu(48 * GIB)).level == "fits"
     found = server(qwen, cpu(48 * GIB), replicas=4)
     assert (found.level, "serve.fleet.replicas" in found.advice) == ("refused", True)
-    assert server(qwen, cpu(24 * GIB)).level == "tight"
+    assert "in place, while requests wait: a second set" in server(qwen, cpu(24 * GIB)).found
+    assert server(qwen, cpu(24 * GIB), in_place=False).level == "tight"
     assert server(qwen, cpu(20 * GIB), dtype="float32").level == "refused"
     assert server(qwen, cpu(24 * GIB), enforce_eager=False).level == "fits"  # it is compiled, and loaded in place
 
@@ -226,6 +230,7 @@ def test_packed_weights_count_as_they_are_stored_whatever_names_them_quantized(t
 
 def test_an_engine_that_can_not_have_a_second_set_of_weights_needs_no_room_for_one(qwen: Path) -> None:
     found = server(qwen, parse_gpus("1x80GB"), extra={"enable_lora": True})
-    assert (found.level, found.found.endswith("while requests wait")) == ("fits", True)
+    why = "while requests wait: serve.engine.extra has enable_lora"
+    assert (found.level, found.found.endswith(why)) == ("fits", True)
     assert server(qwen, parse_gpus("1x12GB"), extra={"offload_group_size": 8}).level == "unplanned"
     assert "gpu_memory_utilization" not in server(qwen, parse_gpus("1x12GB"), gpu_memory_utilization=0.5).advice

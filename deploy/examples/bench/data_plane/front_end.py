@@ -30,6 +30,9 @@ class InstantEngine(Engine):
         model = AutoConfig.from_pretrained(policy.path)
         self._context, self._vocabulary = int(model.max_position_embeddings), int(model.vocab_size)
 
+    async def unsupported_reason(self) -> str:
+        return "there are no weights"
+
     @property
     def healthy(self) -> bool:
         return True
