@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore
 
-from tests.train.reshard_ranks import DTYPE, change, computed
+from tests.train.reshard_ranks import DTYPE, computed
 from train.config.training import TrainConfig
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks
+from train.model.hf_io import own_slice
 from train.weight_sync.plan import Plan
 from train.weight_sync.slices import numel
 from train.weight_sync.transfer import JoinedPools
@@ -129,9 +130,18 @@ def generates(policy: Path, store: TCPStore, case: Case) -> dict[str, Any]:
     return {
         **counted.beside(rollout.weight_sync.plan),
         "needs": sum(numel(box) for name in rollout.weight_sync.held for box in needed.by(joined_rank, name)),
-        "equal": differing(seen[0], seen[2]) == [],
+        "differing": differing(seen[0], seen[2]),
         "moved": [len(differing(seen[0], seen[i])) for i in (1, 3)],
     }
+
+
+def change(model: nn.Module, seed: int) -> None:
+    """Give every parameter new values, the same for the same seed on any rank: what several hold is one tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            whole = torch.randn(parameter.shape, generator=generator)
+            parameter.to_local().copy_(whole[own_slice(parameter)])  # type: ignore[attr-defined]
 
 
 def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:

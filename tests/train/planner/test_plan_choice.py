@@ -216,3 +216,20 @@ def test_a_second_set_of_weights_has_to_fit_beside_the_engine(models: Models) ->
     assert (in_place.standby, in_place.in_place, in_place.utilization) == (0, True, 0.9)
     assert serving(shape, EngineConfig(), SwapConfig(), parse_gpus("1x24GB")).in_place
     assert serving(shape, EngineConfig(), SwapConfig(), parse_gpus("8x16GB")).devices == 2
+
+
+@pytest.mark.parametrize(("generating", "engine"), [(2, 2), (4, 2), (8, 1)])
+def test_weights_go_to_a_pool_that_generates_a_slice_to_a_rank(models: Models, generating: int, engine: int) -> None:
+    pools = {"training": {"ranks": 4}, "generation": {"ranks": generating}}
+    roles = {"actor": "training", "reference": "training", "rollout": "generation"}
+
+    def moved(reshard: str) -> float:
+        rollout = {"tensor_parallel_size": engine, "reshard": reshard}
+        settings = config(ranks=4, placement={"pools": pools, **roles}, rollout=rollout)
+        found = plan(settings, models, parse_gpus("16x80GB"), WORK)
+        [sync] = [phase for phase in found.phases if phase.name == "weight sync"]
+        return sync.cost.moved
+
+    whole = 2 * models.policy.shape.parameters
+    assert moved("gather") == whole
+    assert moved("plan") == pytest.approx(max(whole / engine, generating // engine * whole / 4), abs=1)

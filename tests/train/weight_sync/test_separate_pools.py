@@ -81,7 +81,7 @@ def run_pools(policy: Path, case: Case) -> tuple[list[Any], list[Any]]:
         pytest.param(Case(2, 1, 2, 1), marks=pytest.mark.long),  # two engines
         pytest.param(Case(2, 2, 2, 2), marks=pytest.mark.long),
     ],
-    ids=arguments,
+    ids=lambda case: f"{case.training}-{case.tensor_parallel}-{case.generation}-{case.engine}",
 )
 def test_each_slice_goes_once_and_engines_have_what_whole_tensors_give_them(tmp_path: Path, case: Case) -> None:
     training, generation = run_pools(make_policy(tmp_path, key_value_heads=2, vocabulary=258), case)
@@ -95,7 +95,7 @@ def test_each_slice_goes_once_and_engines_have_what_whole_tensors_give_them(tmp_
     for rank in generation:
         assert rank["sent"] == 0
         assert rank["received"] == DTYPE.itemsize * rank["needs"], "each slice once, in generation's type"
-        assert rank["equal"], "to the bit"
+        assert rank["differing"] == [], "equal to the bit"
         assert all(rank["moved"]), "and other weights are seen to be others"
     sent = [rank["sent"] for rank in training]
     assert sum(sent) == sum(rank["received"] for rank in generation)
