@@ -124,6 +124,15 @@ USES: Final = {
         "serve.vllm.weight_update and train.weight_sync.vllm_writer: prepares a tied head's prepacked copy, which a "
         "reload leaves as it was",
     ),
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": (
+        "UnquantizedFusedMoEMethod._setup_kernel",
+        "serve.vllm.weight_update: it packs experts for a CPU's kernel at the first load alone, while there is no "
+        "moe_kernel",
+    ),
+    "vllm.model_executor.layers.fused_moe.oracle.unquantized": (
+        "UnquantizedMoeBackend.CPU",
+        "serve.vllm.weight_update: which experts those are",
+    ),
     "vllm.v1.sample.sampler": (
         "Sampler.gather_specific_token_logprobs TopKTopPSampler",
         "serve.vllm.per_request_logprobs: one request's certain tokens overwrite others' logprobs in its step "
@@ -150,6 +159,15 @@ USES: Final = {
         "set_num_threads",
         "serve.vllm.standby_weights: vLLM's CPU worker replaces torch.set_num_threads by a warning",
     ),
+    "torch.nn.attention.varlen": (
+        "_varlen_attn _varlen_attn_backward",
+        "train.model.attention.flash: the gradient of a part of the keys, given the output and logsumexp over all",
+    ),
+    "torch": (
+        "_softmax_backward_data ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "train.model.attention.tiled and train.model.attention.cpu: what autograd calls for a softmax and attention "
+        "on a CPU; there are no public names",
+    ),
     "torch.distributed.tensor._utils": (
         "compute_local_shape_and_global_offset",
         "train.model.hf_io: DTensor has no public way to tell which slice a rank holds",
@@ -175,8 +193,10 @@ USES: Final = {
         "train.model.hf_io: under which names a checkpoint stores what a model holds fused",
     ),
     "transformers.core_model_loading": (
-        "WeightConverter WeightRenaming rename_source_key revert_weight_conversion",
-        "train.model.hf_io: the same names; what was used is kept in the model's _weight_conversions",
+        "Concatenate MergeModulelist WeightConverter WeightRenaming dot_natural_key rename_source_key "
+        "revert_weight_conversion",
+        "train.model.hf_io and train.model.stored_parts: the same names, and what a parameter is made of; what was "
+        "used is kept in the model's _weight_conversions",
     ),
     "transformers.models.auto.auto_factory": (
         "_LazyAutoMapping",

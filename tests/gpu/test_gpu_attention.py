@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.attention_by_mask import by_one_mask
 from tests.gpu.gpu_suite import DEVICE, device_type, gpu_test
 
 SPANS = [(0, 37, 0, 0), (37, 11, 0, 37), (48, 29, 0, 37), (77, 64, 0, 0), (141, 1, 0, 0)]
@@ -22,8 +23,9 @@ CASES: dict[str, dict[str, Any]] = {
     "a scale": {"heads": 4, "kv_heads": 2, "width": 64, "scaling": 0.05},
     "a soft cap": {"heads": 4, "kv_heads": 2, "width": 64, "softcap": 2.0},
     "sinks": {"heads": 4, "kv_heads": 2, "width": 64, "sinks": True},
+    "heads that flash attention has no kernel for": {"heads": 4, "kv_heads": 2, "width": 320},
 }
-BY_SCORES = ("a soft cap", "sinks")
+TILED = ("a soft cap", "sinks", "heads that flash attention has no kernel for")
 
 
 def require_flash() -> None:
@@ -33,7 +35,7 @@ def require_flash() -> None:
         pytest.skip(f"this torch's varlen_attn has no {', '.join(sorted(lacking))}, which training passes")
 
 
-@gpu_test("part", "the kernel is SDPA, not flash attention", torch_only=True)
+@gpu_test("part", "the kernel is a CPU's, not flash attention", torch_only=True)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_over_a_packed_batch_is_that_of_each_sequence_alone(
@@ -42,12 +44,12 @@ def test_attention_over_a_packed_batch_is_that_of_each_sequence_alone(
     import torch
 
     from train.batch.prompt_rows import Span
-    from train.model import attention
-    from train.model.attention_calls import Packing
+    from train.model.attention import packed as attention
+    from train.model.attention.calls import Packing
 
     options = dict(CASES[case])
     heads, kv_heads, width = (options.pop(name) for name in ("heads", "kv_heads", "width"))
-    flash = DEVICE == "cuda" and dtype == "bfloat16" and case not in BY_SCORES
+    flash = DEVICE == "cuda" and dtype == "bfloat16" and case not in TILED
     if flash:
         require_flash()
     generator = torch.Generator().manual_seed(1)
@@ -62,8 +64,8 @@ def test_attention_over_a_packed_batch_is_that_of_each_sequence_alone(
     for x in (q, k, v):
         x.requires_grad_()
     calls = []
-    original = attention._flash
-    monkeypatch.setattr(attention, "_flash", lambda *a: calls.append(1) or original(*a))
+    original = attention.flash
+    monkeypatch.setattr(attention, "flash", lambda *a: calls.append(1) or original(*a))
     packing = Packing([Span(*span) for span in SPANS], q.device)
     moved = None if sinks is None else sinks.to(q.device)
     out, _ = attention.packed_attention(
@@ -73,7 +75,7 @@ def test_attention_over_a_packed_batch_is_that_of_each_sequence_alone(
     (out * weight).sum().backward()
 
     exact = [x.double().requires_grad_() for x in whole[:3]]
-    expected = by_one_mask(*(x[0] for x in exact), sinks=sinks, **options)
+    expected = by_one_mask(SPANS, *(x[0] for x in exact), sinks=sinks, **options)
     (expected * whole[3][0].double()).sum().backward()
     close = {"atol": 2e-4, "rtol": 1e-4} if dtype == "float32" else {"atol": 0.06, "rtol": 0.03}
     torch.testing.assert_close(out[0].cpu().double(), expected.detach(), **close)
@@ -84,35 +86,6 @@ def test_attention_over_a_packed_batch_is_that_of_each_sequence_alone(
         torch.testing.assert_close(
             found.grad.cpu().double(), target.grad, **loose, msg=lambda text, n=name: f"{n}: {text}"
         )
-
-
-def by_one_mask(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Any = None,
-) -> Any:
-    """[rows, heads, width]: all scores of all rows, of which a mask that is made row by row leaves some; float64."""
-    import torch
-
-    seen = torch.zeros(ROWS, ROWS, dtype=torch.bool)
-    for start, length, prefix_start, prefix in SPANS:
-        for i in range(length):
-            keys = [*range(prefix_start, prefix_start + prefix), *range(start, start + i + 1)]
-            seen[start + i, keys if sliding_window is None else keys[-sliding_window:]] = True
-    times = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
-    scores = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, ROWS, 1)], -1)
-    return torch.einsum("hij,jhd->ihd", scores.softmax(-1)[..., :ROWS], v)
 
 
 @gpu_test("part", "the tiles are those of a CPU", torch_only=True)

@@ -21,8 +21,8 @@ from feedback.trusted_code import trusted
 from train.batch.packed import PackedBatch
 from train.batch.prompt_rows import Rows, all_rows, fewest_rows
 from train.import_object import import_object
-from train.model.attention import IMPLEMENTATION, packed, share_sequences, use_packed_attention
-from train.model.attention_calls import Packing
+from train.model.attention.calls import Packing
+from train.model.attention.packed import IMPLEMENTATION, packed, share_sequences, use_packed_attention
 from train.model.fused_log_probs import scored_by_head
 from train.model.hf_io import (
     common_dtype,

@@ -17,7 +17,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
@@ -29,7 +28,9 @@ from train.algorithms import load
 from train.batch.prompt_rows import take_rows
 from train.config.sections import AdapterConfig, PolicyModelConfig
 from train.config.training import TrainConfig
-from train.model.attention import by_scores, use_packed_attention
+from train.model.attention.packed import flash_takes, sdpa_takes, use_packed_attention
+from train.model.attention.tiled import ROWS
+from train.model.attention.tiled import TILE as SCORES
 from train.model.fsdp import Make, causal_lm, decoder_layers
 from train.model.fused_log_probs import TILE, log_probs_and_entropy
 from train.model.lora import add_adapters
@@ -438,6 +439,18 @@ class _Traced:
     batch: Batch
     device: str
 
+    def calls(self) -> list[tuple[int, int, int]]:
+        """(spans, length, prefix) that are computed at once, one for each kind: responses prompt by prompt."""
+        spans = self.batch.spans
+        prompts = sum(count for count, _, prefix in spans if not prefix)
+        return [
+            (-(-count // prompts) if prefix and prompts else count, length, prefix) for count, length, prefix in spans
+        ]
+
+    def responses(self) -> int:
+        """Rows that attend to a prefix."""
+        return sum(count * length for count, length, prefix in self.batch.spans if prefix)
+
 
 class _Fused(torch.autograd.Function):
     """The shapes of fused attention: beside its inputs it keeps its output and a logsumexp per query and head.
@@ -458,6 +471,79 @@ class _Fused(torch.autograd.Function):
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+class _Tiled(torch.autograd.Function):
+    """The shapes of ``train.model.attention.tiled``: it keeps its inputs; call by call it has rows in the layout in
+    which they are multiplied, and some tiles of scores."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, traced: _Traced) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.traced = traced
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        for call in traced.calls():
+            parts = _call_rows(call, traced, (q, k, v, out))
+            tiles = _tiles(call, traced, q, 3)
+            del parts, tiles
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        dq, dk, dv = (
+            torch.empty_like(q),
+            torch.empty_like(k, dtype=torch.float32),
+            torch.empty_like(v, dtype=torch.float32),
+        )
+        for call in ctx.traced.calls():
+            parts = _call_rows(call, ctx.traced, (q, k, v, gradient, q, k.float(), v.float()))
+            tiles = _tiles(call, ctx.traced, q, 5)
+            del parts, tiles
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None
+
+
+class _SharedOnCpu(torch.autograd.Function):
+    """The shapes of ``train.model.attention.shared`` with a CPU's kernel: it keeps its inputs, and its output and
+    logsumexps in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, traced: _Traced) -> Tensor:
+        out = torch.empty_like(q, dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))
+        ctx.traced = traced
+        for call in traced.calls():
+            _call_rows(call, traced, (q, k, v, out))
+        responses = traced.responses()
+        some = [q.new_empty(responses, *q.shape[1:]), *(q.new_empty(responses, *q.shape[1:]).float() for _ in range(3))]
+        del some
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, _ = ctx.saved_tensors
+        totals = [torch.empty_like(x, dtype=torch.float32) for x in (q, k, v)]
+        for call in ctx.traced.calls():
+            _call_rows(call, ctx.traced, (q, k, v, out, gradient, *totals))
+        responses = ctx.traced.responses()
+        some = [x.new_empty(responses, *x.shape[1:]) for x in (gradient, q, out, totals[0])]
+        del some
+        return *(total.to(q.dtype) for total in totals), None
+
+
+def _call_rows(call: tuple[int, int, int], traced: _Traced, of: tuple[Tensor, ...]) -> list[Tensor]:
+    count, length, prefix = call
+    dtype = torch.float32 if traced.device == "cpu" else of[0].dtype
+    rows = [x.new_empty(count * length, *x.shape[1:], dtype=torch.promote_types(x.dtype, dtype)) for x in of]
+    copied = prefix if dtype != of[0].dtype else 0
+    return [*rows, *(x.new_empty(copied, *x.shape[1:], dtype=dtype) for x in of[1:3])]
+
+
+def _tiles(call: tuple[int, int, int], traced: _Traced, q: Tensor, tiles: int) -> Tensor:
+    count, length, prefix = call
+    every = q.shape[1] * (prefix + length)
+    scores = min(count * length * every, max(SCORES[traced.device], min(length, ROWS[0]) * every))
+    return q.new_empty(tiles * scores, dtype=torch.float32)
+
+
 def _traced_attention(
     module: nn.Module,
     query: Tensor,
@@ -469,35 +555,29 @@ def _traced_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As ``train.model.attention.packed_attention``, with the shapes of its kernels in their place.
-
-    With dropout a CPU computes scores, and so do soft caps and sinks everywhere.
-    """
+    """As ``train.model.attention.packed.packed_attention``, with the shapes of its kernels in their place."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    batch, cpu = traced.batch, traced.device == "cpu"
-    dtype = q.dtype
-    rows, keys = (torch.zeros(n, dtype=torch.int64, device="meta") for n in (batch.rows, batch.keys))
-    if cpu or batch.keys > batch.rows:  # the prompt's, once for each response
-        k, v = (take_rows(x, keys) for x in (k, v))
-    if cpu:  # in order of length, and back
-        q, k, v = (x.float() for x in (take_rows(q, rows), k, v))
-    plain = softcap is None and s_aux is None
-    if plain and not (cpu and dropout):
-        out = _Fused.apply(q, k, v).to(dtype)
-        return (take_rows(out, rows) if cpu else out)[None], None
-    outs = []
-    for count, length, prefix in batch.spans:
-        a, b = (x[: count * n].unflatten(0, (count, n)).transpose(1, 2) for x, n in ((q, length), (k, prefix + length)))
-        c = v[: count * (prefix + length)].unflatten(0, (count, -1)).transpose(1, 2)
-        allowed = torch.ones(length, prefix + length, dtype=torch.bool, device="meta")
-        if plain:
-            out = functional.scaled_dot_product_attention(a, b, c, allowed, dropout, enable_gqa=len(a[0]) != len(b[0]))
-        else:
-            out = by_scores(a, b, c, allowed, None, dropout, softcap, s_aux)
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-    return take_rows(torch.cat(outs).to(dtype), rows)[None], None
+    batch, device, dtype = traced.batch, traced.device, q.dtype
+    shared, widths = batch.keys > batch.rows, (q.shape[-1], v.shape[-1])
+    window = sliding_window is not None and sliding_window < max(prefix + length for _, length, prefix in batch.spans)
+    plain = softcap is None and s_aux is None and not dropout
+    if plain and flash_takes(device, dtype, *widths):
+        if shared and window:  # the prompt's, once for each response
+            keys = torch.zeros(batch.keys, dtype=torch.int64, device="meta")
+            k, v = (take_rows(x, keys) for x in (k, v))
+        return _Fused.apply(q, k, v)[None], None
+    if not plain or window or not sdpa_takes(device, *widths) or (shared and device != "cpu"):
+        return _Tiled.apply(q, k, v, traced)[None], None
+    if shared:
+        return _SharedOnCpu.apply(q, k, v, traced)[None], None
+    rows = torch.zeros(batch.rows, dtype=torch.int64, device="meta")
+    q, k, v = (take_rows(x, rows) for x in (q, k, v))  # in order of length, and back
+    if device == "cpu":
+        q, k, v = (x.float() for x in (q, k, v))
+    return take_rows(_Fused.apply(q, k, v).to(dtype), rows)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(TRACED, _traced_attention)

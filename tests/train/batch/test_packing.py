@@ -24,8 +24,8 @@ from transformers import (
 from train.batch.packed import PackedBatch, Rollout
 from train.batch.packing import balance, fill
 from train.batch.prompt_rows import all_rows
-from train.model.attention import IMPLEMENTATION, use_packed_attention
-from train.model.attention_calls import Packing, like_lengths
+from train.model.attention.calls import Packing, like_lengths
+from train.model.attention.packed import IMPLEMENTATION, use_packed_attention
 from train.model.fsdp import token_log_probs
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -115,7 +115,7 @@ def test_micro_batches_are_no_more_than_the_known_bound_on_best_fit(lengths: lis
 
 @given(LENGTHS)
 def test_calls_of_attention_hold_every_sequence_once_the_longest_first(lengths: list[int]) -> None:
-    calls = like_lengths(lengths, [0] * len(lengths))
+    calls = like_lengths(all_rows(lengths).spans)
     assert sorted(s for call in calls for s in call) == list(range(len(lengths)))
     for call in calls:
         assert lengths[call[0]] == max(lengths[s] for s in call)
@@ -123,7 +123,8 @@ def test_calls_of_attention_hold_every_sequence_once_the_longest_first(lengths: 
 
 def test_sequences_of_one_length_are_computed_in_one_call_without_any_filling() -> None:
     packing = Packing(all_rows([500] * 4).spans, torch.device("cpu"))
-    assert packing.shapes == [(4, 500, 0)]
+    assert [call[:4] for call in packing.calls] == [(4, 500, 0, 0)]
+    assert packing.calls[0].kept is None
     assert packing.order is None
 
 
@@ -133,7 +134,7 @@ def test_what_is_laid_out_for_attention_comes_back_in_the_order_of_the_batch(len
     tokens = torch.arange(sum(lengths))
     laid_out = tokens if packing.order is None else tokens[packing.order]
     assert torch.equal(laid_out[packing.rows], tokens)
-    assert len(laid_out) == sum(count * length for count, length, _ in packing.shapes)
+    assert len(laid_out) == sum(call.spans * call.length for call in packing.calls)
 
 
 def batch_of(shapes: list[tuple[int, int, int]]) -> PackedBatch:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from train.batch.prompt_rows import Span
-from train.model.attention import flash_takes, packed_attention
-from train.model.attention_calls import Packing
+from train.model.attention.calls import Packing
+from train.model.attention.packed import flash_takes, packed_attention
 
 
 @pytest.mark.parametrize(

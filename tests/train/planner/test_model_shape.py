@@ -11,8 +11,8 @@ from tests.train.planner.public_configs import CONFIGS, write
 from tests.train.tiny_models import gpt2, mixture, qwen3
 from train.batch.prompt_rows import Span
 from train.config.sections import AdapterConfig, LoraConfig
-from train.model.attention import packed, use_packed_attention
-from train.model.attention_calls import Packing
+from train.model.attention.calls import Packing
+from train.model.attention.packed import packed, use_packed_attention
 from train.model.scalar_head import with_one_output
 from train.planner.model_shape import LiveBytes, ModelNotPlanned, Tracer, cut_model, read_config, run_body, shape_of
 from train.planner.sizes import Batch

@@ -6,10 +6,11 @@ positions that start again, transformers' own "sdpa" makes a [T, T] mask, and th
 What is a sequence here is a ``Span`` of rows: one that attends to itself alone, or a response that attends to itself
 and to the rows of a prompt which it shares with others.
 
-On a GPU it is flash attention for spans of any lengths, where that has a kernel. Elsewhere, spans of like length (and
-prefixes of one length) are computed in one call of ``scaled_dot_product_attention``; the shorter ones of a call are
-filled up on the right, where a causal query never looks. Only attention sees that filling; embeddings, projections and
-MLPs don't.
+On a GPU it is flash attention for spans of any lengths, where that has a kernel. Elsewhere spans of like length are
+computed in one call, the shorter ones filled up on the right, where a causal query never looks; only attention sees
+that filling. It is torch's own kernel for plain causal attention, and ``train.model.attention.tiled`` for what that
+does not have, or has for a mask of all pairs alone. Nowhere are a shared prompt's keys and values copied for each
+response, but for a GPU's kernel where a window cuts them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from train.batch.prompt_rows import take_rows
-from train.model.attention_calls import Packing
+from train.model.attention.calls import Packing
+from train.model.attention.cpu import CpuKernels
+from train.model.attention.flash import flash
+from train.model.attention.shared import attend_to_shared
+from train.model.attention.tiled import Scoring, attend
+
+_SCORES = 2**24
+"""Scores that generation holds at a time."""
 
 IMPLEMENTATION = "packed"
 """What ``attn_implementation`` names. A model that is called without a ``Packing`` behaves as with "sdpa"."""
@@ -138,11 +146,21 @@ def packed_attention(
     if packing.ulysses is not None:
         q, k, v = packing.ulysses.heads_for_tokens(q, k, v)
         s_aux = None if s_aux is None else packing.ulysses.own_heads(s_aux)
-    plain = softcap is None and s_aux is None
-    if flash_takes(q.device.type, q.dtype, q.shape[-1], v.shape[-1]) and plain and not dropout:
-        out = _flash(q, k, v, packing, scaling, sliding_window)
+    if sliding_window is not None and sliding_window >= packing.with_prefixes.longest_keys:
+        sliding_window = None
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    plain = softcap is None and s_aux is None and not dropout
+    if plain and flash_takes(q.device.type, q.dtype, q.shape[-1], v.shape[-1]):
+        out = flash(q, k, v, packing, scale, sliding_window)
+    elif plain and sliding_window is None and sdpa_takes(q.device.type, q.shape[-1], v.shape[-1]):
+        if packing.shared is None:
+            out = _by_length(q, k, v, packing, scale)
+        elif q.device.type == "cpu":
+            out = attend_to_shared(q, k, v, packing, CpuKernels(), scale)
+        else:
+            out = attend(q, k, v, None, packing.calls, Scoring(scale))
     else:
-        out = _by_length(q, k, v, packing, scaling, dropout, sliding_window, softcap, s_aux)
+        out = attend(q, k, v, s_aux, packing.calls, Scoring(scale, softcap, sliding_window, dropout))
     if packing.ulysses is not None:
         out = packing.ulysses.tokens_for_heads(out)
     return out[None], None
@@ -154,63 +172,27 @@ def flash_takes(device: str, dtype: torch.dtype, width: int, value_width: int) -
     return device == "cuda" and dtype in (torch.bfloat16, torch.float16) and width == value_width <= 256
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    if packing.keys is not None:
-        k, v = (take_rows(x, packing.keys) for x in (k, v))
-    # Of fewer queries than keys, the last query sees the last key.
-    return varlen_attn(
-        *(q, k, v, packing.cu_queries, packing.cu_keys, packing.longest, packing.longest_keys),
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+def sdpa_takes(device: str, width: int, value_width: int) -> bool:
+    """Whether ``scaled_dot_product_attention`` has a kernel that does not hold all scores of a sequence: on a CPU for
+    values as wide as keys, on a GPU for heads up to 256."""
+    return width == value_width if device == "cpu" else width <= 256
 
 
-def _by_length(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _by_length(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
     """[rows, heads, D] of each → [rows, query heads, D of v], in as many calls as there are groups of like length."""
     dtype = q.dtype
     if packing.order is not None:
-        q = take_rows(q, packing.order)
-    if packing.key_order is not None:
-        k, v = (take_rows(x, packing.key_order) for x in (k, v))
+        q, k, v = (take_rows(x, packing.order) for x in (q, k, v))
     if q.device.type == "cpu":
         # Measured: torch's CPU kernel takes up to four times as long backward in bfloat16 as in float32.
         q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
-    queries = [count * length for count, length, _ in packing.shapes]
-    keys = [count * (prefix + length) for count, length, prefix in packing.shapes]
+    rows = [call.spans * call.length for call in packing.calls]
     outs = []
-    for (count, length, prefix), *parts in zip(
-        packing.shapes, q.split(queries), k.split(keys), v.split(keys), strict=True
-    ):
-        a, b, c = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
-        band = None
-        if prefix or (window is not None and length > window):
-            last = torch.arange(prefix, prefix + length, device=q.device)
-            back = last[:, None] - torch.arange(prefix + length, device=q.device)
-            band = (back >= 0) if window is None else (back >= 0) & (back < window)
-        if softcap is None and sinks is None:
-            out = functional.scaled_dot_product_attention(
-                *(a, b, c),
-                attn_mask=band,
-                dropout_p=dropout,
-                is_causal=band is None,
-                scale=scaling,
-                enable_gqa=a.shape[1] != b.shape[1],
-            )
-        else:
-            out = by_scores(a, b, c, band, scaling, dropout, softcap, sinks)
+    for call, *parts in zip(packing.calls, q.split(rows), k.split(rows), v.split(rows), strict=True):
+        a, b, c = (x.unflatten(0, (call.spans, -1)).transpose(1, 2) for x in parts)
+        out = functional.scaled_dot_product_attention(
+            *(a, b, c), is_causal=True, scale=scale, enable_gqa=a.shape[1] != b.shape[1]
+        )
         outs.append(out.transpose(1, 2).flatten(0, 1))
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
     out = out.to(dtype)
@@ -227,7 +209,21 @@ def by_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with what ``scaled_dot_product_attention`` has not: a soft cap on scores, sinks. [n, heads, L, D]."""
+    """Attention over whole rows of a cache with what ``scaled_dot_product_attention`` has not: a soft cap on scores,
+    sinks. [n, heads, L, D]; some queries at a time, as it generates without a gradient."""
+    rows = max(1, _SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    if q.shape[2] > rows:
+        longer = k.shape[2] - q.shape[2]
+        parts = []
+        for first in range(0, q.shape[2], rows):
+            some, stop = slice(first, first + rows), min(first + rows, q.shape[2])
+            if allowed is None:
+                seen = slice(0, longer + stop)  # the keys of a cache come first
+                part = by_scores(q[:, :, some], k[:, :, seen], v[:, :, seen], None, scaling, dropout, softcap, sinks)
+            else:
+                part = by_scores(q[:, :, some], k, v, allowed[..., some, :], scaling, dropout, softcap, sinks)
+            parts.append(part)
+        return torch.cat(parts, 2)
     times = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -235,11 +231,11 @@ def by_scores(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if allowed is None:
-        longer = k.shape[2] - q.shape[2]  # keys of a cache come first
+        longer = k.shape[2] - q.shape[2]
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(longer)
     scores = scores.masked_fill(~allowed, torch.finfo(exact).min)  # not -inf: what fills a batch up may see nothing
     if sinks is not None:
-        column = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        column = sinks.to(exact)[None, :, None, None].expand(*scores.shape[:-1], 1)
         weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
     else:
         weights = torch.softmax(scores, -1)
