@@ -16,7 +16,7 @@ import torch
 
 from deploy.examples.bench.training.reshard import join_torchruns_ranks
 from tests.train.reshard_ranks import Ranks, computed
-from train.model.fsdp import export
+from train.export.model_folder import export
 from train.model.hf_io import held
 from train.weight_sync.gather import gather
 

@@ -24,7 +24,8 @@ from transformers import (
 
 from tests.train.ranks import run_ranks
 from tests.train.tiny_models import SIZES, own_part, some_batch
-from train.model.fsdp import build, causal_lm, export, token_log_probs
+from train.export.model_folder import export
+from train.model.fsdp import build, causal_lm, token_log_probs
 from train.model.hf_io import held, own_slice, plain_name, stored_in, whole_tensor
 from train.weight_sync.fsdp_shards import placed, shards
 
