@@ -319,13 +319,16 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
     most = min(machine.node_devices, engines)
     tensor_parallel = [t for t in TENSOR_PARALLEL if engines % t == 0 and heads % t == 0 and t <= most]
     slices = _slices(config, models, machine, ranks)
+    packs = any(lora is not None and lora.base is not None for lora in (config.lora, config.algorithm.critic.lora))
+    if packs or (config.fp8 is not None and config.fp8.training is not None):
+        slices = [1]  # as the settings are checked
     if config.samples and rollout.backend == "hf":  # which shares no layer
         tensor_parallel = slices = [1]
     choices = (
         _open(config, "micro_batch_tokens", [n for n in MICRO_BATCHES if n >= longest] or [longest]),
         _open(config, "activation_checkpointing", [False, True]),
         _open(fsdp, "reduce_every_micro_batch", [False, True]),
-        _open(fsdp, "cpu_offload", [False] if cpu or fsdp.offload_optimizer else [False, True]),
+        _open(fsdp, "cpu_offload", [False] if cpu or fsdp.offload_optimizer or packs else [False, True]),
         _open(rollout, "tensor_parallel_size", tensor_parallel),
         _open(fsdp, "tensor_parallel", slices),
     )
