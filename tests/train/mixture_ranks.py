@@ -1,8 +1,9 @@
 """Run by torchrun for test_mixture_sync.py: ranks that train and generate a small mixture of experts.
 
 Arguments: the policy, ranks of an engine, a folder. With a folder that is there, what the engine generates as it has
-loaded the policy; with another one, weights are changed, exported to the folder and sent to the engine, by the plan and
-then gathered. Prints one JSON object from rank 0: way -> answers, each a list of (token, log-probability).
+loaded the policy. With another one, weights are changed, exported to the folder and sent to the engine: by the plan,
+from the folder as a swap in place does, and gathered. Prints one JSON object from rank 0: way -> answers, each a list
+of (token, log-probability).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.train.reshard_ranks import Ranks, computed
 from train.export.model_folder import export
 from train.model.hf_io import held
 from train.weight_sync.gather import gather
+from train.workers.rollout import load_files
 
 PROMPTS = [[5, 9, 17, 3], [40, 2, 8, 8, 60, 11, 7], [30]]
 
@@ -64,6 +66,9 @@ def main() -> None:
         changed(ranks, 2)
         ranks.weight_sync.run()
         found["others"] = answers(ranks)
+        load_files(ranks.llm, folder)
+        found["in place"] = answers(ranks)
+        ranks.weight_sync.run()
         changed(ranks, 1)
         gather(ranks.model, ranks.llm)
         found["gathered"] = answers(ranks)

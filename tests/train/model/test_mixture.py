@@ -21,11 +21,13 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
 )
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter
 
 from tests.train.ranks import run_ranks
 from tests.train.tiny_models import SIZES, own_part, some_batch
 from train.export.model_folder import export
-from train.model.fsdp import build, causal_lm, token_log_probs
+from train.model import hf_io
+from train.model.fsdp import build, causal_lm, skeleton, token_log_probs
 from train.model.hf_io import held, own_slice, plain_name, stored_in, whole_tensor
 from train.weight_sync.fsdp_shards import placed, shards
 
@@ -180,6 +182,38 @@ def test_an_expert_that_is_missing_is_refused_with_the_parameter_that_lacks_it(
         for of_rank in ranks:
             assert "model.layers.1.mlp.experts.gate_up_proj" in of_rank["refused"]
             assert "are not all of its shape [4, 32, 32]" in of_rank["refused"]
+
+
+def test_what_is_more_than_put_together_is_left_to_transformers(
+    policies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that are stored transposed, and two layers in one tensor, as transformers knows them of other models."""
+    stored = load_file(policies / "three experts" / "model.safetensors")
+    expected = AutoModelForCausalLM.from_pretrained(policies / "three experts").state_dict()
+    gate, up = (stored.pop(f"model.layers.0.mlp.{name}_proj.weight") for name in ("gate", "up"))
+    stored["model.layers.0.mlp.both.weight"] = torch.cat([gate, up])
+    down = [stored.pop(f"model.layers.1.mlp.experts.{e}.down_proj.weight") for e in range(3)]
+    stored["model.layers.1.mlp.experts.turned"] = torch.stack(down).transpose(1, 2).contiguous()
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    known = hf_io.get_model_conversion_mapping
+
+    def mapping(model: PreTrainedModel) -> list[Any]:
+        turned = WeightConverter("mlp.experts.turned", "mlp.experts.down_proj", [Transpose(1, 2)])
+        both = WeightConverter("mlp.both.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Chunk(0)])
+        return [turned, both, *known(model)]
+
+    monkeypatch.setattr(hf_io, "get_model_conversion_mapping", mapping)
+    model = skeleton(CONFIGS["three experts"])
+    hf_io.remember_names(model, tmp_path)
+    hf_io.load(model, tmp_path, torch.device("cpu"))
+    loaded = dict(held(model))
+    assert loaded.keys() == expected.keys()
+    for name, values in loaded.items():
+        assert torch.equal(values, expected[name]), name
+    turned = ((name, values) for name, values in loaded.items() if name.endswith("experts.down_proj"))
+    (again,) = hf_io.stored_tensors(model, turned)
+    assert again[0] == "model.layers.1.mlp.experts.turned"
+    assert torch.equal(again[1], stored[again[0]])
 
 
 # ------------------------------------------------------------------------------------------------------ memory

@@ -78,6 +78,7 @@ def test_an_engine_that_weights_were_sent_to_answers_as_one_that_loads_their_exp
         shutil.copy(file, exported / file.name)
     fresh = run(exported, ranks, engine, exported)["loaded"]
     assert sent["by the plan"] == fresh
+    assert sent["in place"] == fresh
     assert sent["gathered"] == fresh
     assert sent["alike"], "each weight in the form of its kernel, however it came"
     assert sent["others"] != fresh
