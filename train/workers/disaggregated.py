@@ -70,4 +70,4 @@ class ReceivingRollout(RolloutWorker):
             store = find_store(rendezvous.address, rendezvous.port, timeout_s)
             self.stream = WeightStream(store, self.rank + 1, rendezvous.receivers + 1, timeout_s)
         load_whole(self.llm, self.stream.receive())
-        self._label(version)
+        self._begin(version)
