@@ -39,6 +39,7 @@ from train.controller.worker import Worker
 from train.environments.engine_loop import Player, Start
 from train.environments.environment import EpisodePrompt
 from train.environments.episode_loop import Limits
+from train.host_memory.parking_worker import ParkingWorker
 from train.model.hf_io import stored_in
 from train.model.low_precision.float8 import require_fp8
 from train.rollouts.request import Request, requests_of
@@ -65,6 +66,10 @@ class RolloutWorker(Worker):
         self.ended: dict[str, Any] = {}
         self.sleeps = torch.cuda.is_available() and config.placement.rollout == config.placement.actor
         self.asleep = False
+        self.dozes = False
+        """Whether the weights that it had when it fell asleep are kept, and it goes on with them."""
+        self.parks = bool(config.fsdp.offload_while_generating)
+        self._park()
         if isinstance(self.before, RolloutWorker):
             self.llm, self.asleep = self.before.llm, self.before.asleep
             self.before.sampling.abort()  # of a run that has failed
@@ -76,8 +81,10 @@ class RolloutWorker(Worker):
         else:
             self.llm = self._boot(policy, seed)
             self.text = Text(self.llm.get_tokenizer())
-        self._label(0)
+        self.prefixes = 0
+        """How often vLLM's cache of prefixes has begun anew."""
         self.sampling: Sampling = self._player() if config.environment is not None else self._responses()
+        self._begin(0)
 
     def _boot(self, policy: Path, seed: int) -> Any:
         config, r = self.config, self.config.rollout
@@ -107,8 +114,8 @@ class RolloutWorker(Worker):
             max_num_seqs=r.max_num_seqs,
             kv_cache_memory_bytes=cache.size,
             **on_gpu,
-            enforce_eager=r.enforce_eager,
-            enable_prefix_caching=False,  # the weights change between any two calls
+            enforce_eager=r.is_eager,
+            enable_prefix_caching=r.enable_prefix_caching,
             # A step that runs ahead of its output would be labelled by the weights that came after it.
             async_scheduling=False if r.staleness > 0 else None,
             enable_sleep_mode=self.sleeps,
@@ -133,6 +140,13 @@ class RolloutWorker(Worker):
             self.llm.sleep(level=2, mode="keep")
             self.asleep = True
 
+    def make_room(self) -> None:
+        """Leave the GPU's memory to a model that was away, until responses are sampled again: its weights are kept in
+        the host's."""
+        if self.sleeps and not self.asleep:
+            self.llm.sleep(level=1, mode="keep")
+            self.asleep = self.dozes = True
+
     def rest(self) -> None:
         self.weight_sync = None  # it knows the model in training
         self.sampling.abort()
@@ -149,12 +163,43 @@ class RolloutWorker(Worker):
 
         ``version``: what the tokens are labelled with that they sample; responses that are under way go on.
         """
+        actor: Any = self.peers["actor"]
+        if self.parks:
+            self.sleep()
+            self._park(actors_weights=False)
+            actor.restore(state=False)
         with self._awake():
-            self._take_weights(self.peers["actor"].model)  # type: ignore[attr-defined]
-        self._label(version)
+            self._take_weights(actor.model)
+            self._park()
+        self._begin(version)
 
-    def _label(self, version: int) -> None:
+    def _park(self, *, actors_weights: bool = True) -> None:
+        """Where it is to be so, have the models in training, and their optimizers' state, wait in the host's memory."""
+        if not self.parks:
+            return
+        for role, worker in self.peers.items():
+            if isinstance(worker, ParkingWorker):
+                worker.park(weights=actors_weights or role != "actor")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _begin(self, version: int) -> None:
+        """Have what begins from here on be of the weights that are there now, and of no others."""
         self.llm.llm_engine.set_weight_version(str(version))
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        """Have nothing that was computed before be read by a request that begins from here on.
+
+        A request reads prefixes of its own salt alone. So it holds where others are under way, too, which keep vLLM
+        from emptying its cache; those go on with what they have.
+        """
+        self.prefixes += 1
+        if not self.sampling.busy:
+            self.llm.reset_prefix_cache()
+
+    def _salt(self) -> str:
+        return str(self.prefixes)
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -165,7 +210,7 @@ class RolloutWorker(Worker):
         yield
         if self.asleep:  # only here, so that the KV cache and what resharding takes are not held at once
             self.llm.wake_up(["kv_cache"])
-            self.asleep = False
+            self.asleep = self.dozes = False
 
     def _take_weights(self, model: torch.nn.Module) -> None:
         if self.config.rollout.reshard == "gather":
@@ -190,6 +235,7 @@ class RolloutWorker(Worker):
             Those of the engine's prompts; of the ranks that share an engine the first alone has them.
         """
         self._require_awake()
+        self._forget_prefixes()  # what a call samples must not depend on the calls before it
         engines = self.world_size // self.config.rollout.tensor_parallel_size
         engine = self.rank // self.config.rollout.tensor_parallel_size
         numbers = [engine + i * engines for i in range(len(prompts))]  # in the whole call: by_engine deals them out
@@ -231,6 +277,10 @@ class RolloutWorker(Worker):
         return self.rank % self.config.rollout.tensor_parallel_size == 0
 
     def _require_awake(self) -> None:
+        if self.dozes:
+            self._park()
+            with self._awake():
+                pass
         if self.asleep:
             raise RuntimeError("the engine sleeps: call load_actor_weights before it generates")
 
@@ -241,7 +291,7 @@ class RolloutWorker(Worker):
             drawn = {"temperature": 0.0} if request.greedy else drawn_from(r) | {"seed": request.seed}
             return sampling_params(max_tokens=r.max_tokens, detokenize=False, **drawn)  # text is decoded once, whole
 
-        return Responses(self.llm.llm_engine, params, self._sample)
+        return Responses(self.llm.llm_engine, params, self._sample, self._salt)
 
     def _player(self) -> Player:
         assert self.config.environment is not None
@@ -261,6 +311,7 @@ class RolloutWorker(Worker):
             sampling_params,
             self._sample,
             start,
+            self._salt,
         )
 
     def _sample(self, completion: Any, context: list[int]) -> Sample:
@@ -276,13 +327,15 @@ class RolloutWorker(Worker):
     def lend(self, call: Call) -> Any:
         """What a method, or a property, of an evaluation's engine returns, called on the first engine."""
         with policy_logprobs(self.llm):
-            return call.of(OfflineEngine.around(self.llm, eager=self.config.rollout.enforce_eager))
+            return call.of(OfflineEngine.around(self.llm, eager=self.config.rollout.is_eager))
 
 
 def load_files(llm: Any, policy: Path) -> None:
     """The weights in a policy's folder for those that are in the engine of this process; nothing but them differs."""
     files = {path.name: {"sha256": "", "fingerprint": fingerprint(path)} for path in set(stored_in(policy).values())}
     llm.collective_rpc("millrace_load", args=(str(policy), files))
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM kept its cache of prefixes, which holds what the weights before made of prompts")
 
 
 def to_sample(completion: Any, prompt: list[int], text: Text) -> Sample:
