@@ -221,6 +221,8 @@ def equal_count(batch: PackedBatch, tokens: int) -> list[tuple[Tensor, PackedBat
     count = torch.tensor(len(batch.micro_batches(tokens)))
     torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
     groups = batch.micro_batches(tokens, at_least=int(count))
+    if len(groups) == count == 1:
+        return [(groups[0], batch)]
     idle = (torch.empty(0, dtype=torch.int64), batch.select(batch.units()[0]))
     return [(group, batch.select(group)) for group in groups] + [idle] * (int(count) - len(groups))
 

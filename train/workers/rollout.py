@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -343,7 +344,7 @@ def to_sample(completion: Any, prompt: list[int], text: Text) -> Sample:
     token_ids, log_probs = list(completion.token_ids), list(completion.logprobs.logprobs)
     if completion.logprobs.token_ids != token_ids:
         raise ValueError(f"generation gave logprobs of {completion.logprobs.token_ids} for the tokens {token_ids}")
-    if not torch.tensor(log_probs).isfinite().all():
+    if not all(map(math.isfinite, log_probs)):
         raise FloatingPointError(f"generation gave logprobs that are not finite: {log_probs}")
     # The token that ended a response is part of it, but not of its text.
     spoken = token_ids[:-1] if completion.finish_reason == "stop" else token_ids
