@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test test-long test-cluster test-gpu lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-learn bench-async bench-resident bench-traffic bench-plan bench-gpu bench-tp loadtest tour learn agent unit-tests simulate live-experiments thumbs crash-test fuzz chaos-train model-shapes trl-round-trip harness format lock wheel clean
+.PHONY: help setup setup-tests demo test test-long test-cluster test-gpu lint docs bench-capture bench-console bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-learn bench-async bench-resident bench-traffic bench-plan bench-gpu bench-tp loadtest tour learn agent unit-tests simulate live-experiments thumbs crash-test fuzz chaos-train model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -22,6 +22,8 @@ $(VENV)/.installed-$(LOCK): $(LOCK) pyproject.toml
 	touch $@
 
 # What tests need and a start should not wait for: transformers imports it wherever it is.
+setup-tests: $(VENV)/.installed-requirements-tests.txt   ## install what the tests need beside it
+
 $(VENV)/.installed-requirements-tests.txt: requirements-tests.txt | setup
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --requirement requirements-tests.txt
 	touch $@
@@ -35,10 +37,10 @@ demo: setup      ## turn the whole loop on this machine, from people's feedback 
 # Processes that tests run in, a file of tests in one of them, in order.
 JOBS ?= 2
 
-test: setup $(VENV)/.installed-requirements-tests.txt ## run the tests; a few that fail are run once more, alone, and named
+test: setup-tests ## run the tests; a few that fail are run once more, alone, and named
 	$(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-long: setup $(VENV)/.installed-requirements-tests.txt ## run the tests that take longest, which `make test` leaves out
+test-long: setup-tests ## run the tests that take longest, which `make test` leaves out
 	$(BIN)/python -m tests.run -n $(JOBS) --dist loadfile --no-loadscope-reorder -m long $(ARGS)
 
 test-cluster: setup ## a fleet and a training on two nodes of Ray, one of which is killed; needs root: about 10 minutes

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from deploy.config.root import ConfigError, Settings
-from deploy.gpus import gpus
 from feedback.trusted_code import UntrustedCode, trusted
-from serve.kv_cache import machine_memory, swap_memory
+from serve.kv_cache import machine_memory
 from serve.policies.folder import PolicyError
 from serve.vllm.compat import installed
 from train.own_model.trial import as_trained
 from train.planner.check import Finding, check_server, check_training, planned
-from train.planner.machine import PRESETS, Machine
+from train.planner.gpus import gpus
+from train.planner.machine import PRESETS, Machine, this_cpu
 
 if TYPE_CHECKING:
     from train.config.training import TrainConfig
@@ -86,8 +86,7 @@ def this_machine(ranks: int = 1) -> Machine:
     """
     visible = _visible()
     if computes_on_cpu():
-        parts = {"memory": machine_memory() // ranks, "swap": swap_memory() // ranks}
-        return replace(PRESETS["A100"], name="this CPU", devices=ranks, kind="cpu", **parts)
+        return this_cpu(ranks)
     if not (found := gpus()):
         raise ValueError("vLLM's build for GPUs is installed, and NVML shows no GPU, whose memory it would be")
     size = max(gpu.total_bytes for gpu in found)

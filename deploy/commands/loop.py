@@ -146,9 +146,9 @@ def train(
     from was erased meanwhile, 1 if the run was stopped for its health or failed; nothing is then published.
     """
     from deploy import memory_check
-    from deploy.fp8_check import fp8_problem, torchao_problem
     from deploy.loop.cycle import training_parent
     from deploy.loop.preflight import no_reward, reward_of, training_problems
+    from deploy.low_precision_check import fp8_problem, torchao_problem
 
     if held_out and not reward_model:
         raise click.UsageError("--held-out is of a reward model: no policy learns from held-out prompts")

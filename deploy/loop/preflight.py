@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from deploy.config.root import ConfigError, RecipeStage, Settings
-from deploy.fp8_check import fp8_problem, torchao_problem
+from deploy.low_precision_check import fp8_problem, torchao_problem
 from evaluation.config import JUDGING
 from feedback.config import ScoringConfig
 from feedback.exchange.record_files import RecordError, files_of

@@ -26,7 +26,6 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 
 from deploy.config.root import Settings
-from deploy.gpus import gpus
 from deploy.loop import schedule
 from deploy.loop.records import CycleRecord
 from deploy.monitoring.traffic import TrafficReader
@@ -36,6 +35,7 @@ from evaluation.decisions.plan import declared
 from evaluation.statistics import error_budget
 from feedback.files import is_locked, newest_first
 from serve.policies.experiments import Experiment, Experiments
+from train.planner.gpus import gpus
 from train.run.recovery.restarts import RESTARTS, read_restarts
 
 log = logging.getLogger(__name__)

@@ -390,7 +390,7 @@ def count_on_responses(lake: Lake, table: str, ids: Iterable[str], *, but: Colle
 
     Raises LakeError.
     """
-    meant: list[Selector] = [Values("response_id", pa.array(sorted(ids), pa.string()), ALL_TIMES)]
+    meant = _on_responses(ids)
     files = [file for file, _ in _candidates(lake, table, lake.table(table), meant) if file.path not in but]
     return sum(_count(lake, table, file, meant) for file in files)
 
@@ -400,8 +400,11 @@ def remove_on_responses(lake: Lake, table: str, ids: Iterable[str]) -> int:
 
     Raises LakeError.
     """
-    values = pa.array(sorted(ids), pa.string())
-    return _rewrite(lake, table, [Values("response_id", values, ALL_TIMES)], mark=DROPPED)
+    return _rewrite(lake, table, _on_responses(ids), mark=DROPPED)
+
+
+def _on_responses(ids: Iterable[str]) -> list[Selector]:
+    return [Values("response_id", pa.array(sorted(ids), pa.string()), ALL_TIMES)]
 
 
 def _rewrite(lake: Lake, table: str, selectors: list[Selector], *, mark: str = ERASED) -> int:

@@ -43,6 +43,9 @@ _ORDER: Final = {
     "rewards": ("response_id", "scored_at"),
 }
 _BEGUN: Final = "retention.json"
+"""Beside the tables, the dates of a retention that is at work."""
+
+_ABOUT_RESPONSES: Final = ("feedback", "rewards")
 _ATTEMPTS: Final = 3
 _TOO_YOUNG: Final = timedelta(days=1)
 
@@ -159,35 +162,41 @@ def retain(lake: Lake, *, dry_run: bool = False, today: date | None = None) -> R
         days |= _begun(lake) & {file.day for file in files["interactions"]}
         dropped = {table: [file for file in found if file.day in days] for table, found in files.items()}
         try:
-            ids = _response_ids(lake, dropped["interactions"])
-            result = Retained(
+            return Retained(
                 sorted(days),
                 {table: len(found) for table, found in dropped.items()},
                 {table: sum(file.rows or 0 for file in found) for table, found in dropped.items()},
                 {table: sum(file.size for file in found) for table, found in dropped.items()},
-                {
-                    table: count_on_responses(lake, table, ids, but={file.path for file in dropped[table]})
-                    for table in ("feedback", "rewards")
-                },
+                _drop(lake, dropped, days, dry_run=dry_run),
             )
-            if dry_run:
-                return result
-            # Interactions go last: killed earlier, they still name the feedback that is to go with them. Without that
-            # they may fit into retain_bytes, and must go all the same.
-            if days:
-                lake.store().write_bytes(_BEGUN, json.dumps(sorted(map(str, days))).encode())
-            for table in ("feedback", "rewards", "interactions"):
-                if found := dropped[table]:
-                    lake.replace(table, [file.path for file in found], metadata={DROPPED: sorted(map(str, days))})
-                if result.later.get(table):
-                    remove_on_responses(lake, table, ids)
-            lake.store().delete([_BEGUN])
-            return result
         except LakeConflictError as error:
             if attempt == _ATTEMPTS:
                 raise
             log.info("looking again at what to drop: %s", error)
     raise AssertionError("unreachable")
+
+
+def _drop(lake: Lake, dropped: dict[str, list[DataFile]], days: set[date], *, dry_run: bool) -> dict[str, int]:
+    """Drop these files, and before interactions what other dates have about them: of feedback and rewards, how much.
+
+    Interactions go last: killed earlier, they still name the feedback that is to go with them. Without that they may
+    fit into ``retain_bytes``, and must go all the same. Raises LakeConflictError if others replaced one of the files.
+    """
+    later = dict.fromkeys(_ABOUT_RESPONSES, 0)
+    if days:
+        ids, names = _response_ids(lake, dropped["interactions"]), sorted(map(str, days))
+        if dry_run:
+            paths = {file.path for found in dropped.values() for file in found}
+            return {table: count_on_responses(lake, table, ids, but=paths) for table in later}
+        lake.store().write_bytes(_BEGUN, json.dumps(names).encode())
+        for table in (*later, "interactions"):
+            if found := dropped[table]:
+                lake.replace(table, [file.path for file in found], metadata={DROPPED: names})
+            if table in later:
+                later[table] = remove_on_responses(lake, table, ids)
+    if not dry_run:
+        lake.store().delete([_BEGUN])
+    return later
 
 
 def _begun(lake: Lake) -> set[date]:

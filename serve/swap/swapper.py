@@ -556,7 +556,7 @@ class Swapper:
         try:
             before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
         except BaseException:  # a candidate's that is given up, too
-            await self.engine.release()
+            await self._release()
             raise
         return Prepared(weights, in_place=reason is not None, numbers=numbers, before=before)
 
@@ -649,10 +649,10 @@ class Swapper:
         try:
             if exchanged is not None and exchanged.kept:
                 await self.engine.commit(old, recompute=config.recompute, timeout_s=config.hold_timeout_s)
-                await self.engine.release()
+                await self._release()
                 return
             await self.engine.hold(recompute=config.recompute, timeout_s=config.hold_timeout_s)
-            await self.engine.release()
+            await self._release()
             # Verified anew: in the time that it served, its files may have been copied or touched.
             files = await asyncio.to_thread(read, self.store, old.policy.version, check_finite=False)
             self._serving = Weights(old.policy, files)

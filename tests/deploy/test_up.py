@@ -18,7 +18,6 @@ import pytest
 from deploy import cli, initialise, memory_check, status
 from deploy.config import root
 from deploy.config.root import Settings, child_environment
-from deploy.gpus import Gpu
 from deploy.loop import promotion, records, wait_for_serving
 from deploy.loop.wait_for_serving import NotServed
 from deploy.supervise.children import millrace
@@ -29,6 +28,7 @@ from feedback.lake.tables import Lake
 from loadtests.server import free_port
 from serve.policies.store import PolicyStore
 from tests.paths import ROOT
+from train.planner.gpus import Gpu
 
 
 @pytest.fixture

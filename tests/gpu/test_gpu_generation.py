@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +12,7 @@ import pytest
 
 from tests.gpu.gpu_suite import DEVICE, device_type, gpu_test
 from tests.paths import ROOT
+from tests.train.torchrun_checks import ENGINE_IN_RANK, answer_of_ranks
 
 VLLM = ("vllm",)
 Found = TypeVar("Found")
@@ -31,29 +29,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_torchrun(ranks: int, module: str, *arguments: object) -> dict[str, Any]:
     """What rank 0 of so many prints. The environment is that of a training, with one thread a rank."""
-    environment = {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "HF_HUB_OFFLINE": "1",
-        **({"TORCHDYNAMO_DISABLE": "1"} if DEVICE == "cpu" else {}),
-    }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*torchrun, "-m", module, *map(str, arguments)],
-        env=os.environ | environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, f"{module} ended with {done.returncode}:\n{done.stderr[-6000:]}"
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    eager_alone = {"TORCHDYNAMO_DISABLE"} if DEVICE != "cpu" else set()
+    environment = {name: value for name, value in ENGINE_IN_RANK.items() if name not in eager_alone}
+    return answer_of_ranks(module, *arguments, ranks=ranks, timeout=600, environment=environment)
 
 
 def require_resharded(ranks: int, engine: int, training: int, folder: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -87,6 +88,12 @@ class LiveServer:
         text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=60).text
         found = re.findall(r'millrace_outcomes_total\{outcome="(\w+)"\} (\d+)', text)
         return {"complete": 0, "failed": 0, "refused": 0, "left": 0} | {name: int(count) for name, count in found}
+
+    def engine(self) -> psutil.Process:
+        """The process of its engine."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        (engine,) = (one for one in below if "EngineCore" in " ".join(one.cmdline()))
+        return engine
 
     def promote(self, version: int) -> Pointer:
         """Move the pointer."""

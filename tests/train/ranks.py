@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from train.checkpoint.dcp import Saved
+from train.checkpoint.folders import aside_of, begin_aside, make_whole
+
 TIMEOUT = timedelta(seconds=600)
 _IMPORTED = ["train.workers.actor", "tests.train.tiny_models", "torch.testing"]
 
@@ -29,6 +32,22 @@ def start_ranks(run: Callable[..., None], arguments: tuple[Any, ...], count: int
 def found_by(count: int, folder: Path) -> list[Any]:
     """What the ranks returned."""
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def save_part(worker: Any, part: str, folder: Path, step: int) -> Saved:
+    """A whole checkpoint of one worker's part, made as a driver makes one; every rank must call it. How it ended."""
+    first = torch.distributed.get_rank() == 0
+    if first:
+        begin_aside(folder, step, "{}")
+    torch.distributed.barrier()
+    worker.save_checkpoint(aside_of(folder, step) / part, step=step)
+    ended: Saved
+    [ended] = worker.saved(True)
+    torch.distributed.barrier()
+    if first:
+        make_whole(folder, step)
+    torch.distributed.barrier()
+    return ended
 
 
 def _run(rank: int, count: int, function: Callable[..., Any], folder: Path, arguments: tuple[Any, ...]) -> None:

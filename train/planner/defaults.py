@@ -20,13 +20,13 @@ from train.config.training import TrainConfig
 from train.planner.machine import Machine
 from train.planner.plan import KV_STEP, Models, NothingFits, Plan, Workload, candidates, choose, plan
 
-OPEN: Final = (
-    "activation_checkpointing",
-    "fsdp.reduce_every_micro_batch",
-    "fsdp.offload_while_generating",
-    "rollout.enforce_eager",
-    "rollout.kv_cache_bytes",
-)
+_CHECKPOINTING: Final = "activation_checkpointing"
+_REDUCE: Final = "fsdp.reduce_every_micro_batch"
+_OFFLOAD: Final = "fsdp.offload_while_generating"
+_EAGER: Final = "rollout.enforce_eager"
+_KV_CACHE: Final = "rollout.kv_cache_bytes"
+
+OPEN: Final = (_CHECKPOINTING, _REDUCE, _OFFLOAD, _EAGER, _KV_CACHE)
 """Settings of train that are decided so where they are unset (null)."""
 
 PROMPT_TOKENS: Final = 512
@@ -46,9 +46,7 @@ class Decided:
     @property
     def saves(self) -> bool:
         """Whether anything is done for want of memory, or otherwise than on a CPU with plenty of it."""
-        return (
-            any(value and name != OPEN[3] for name, value in self.values.items()) or self.values.get(OPEN[3]) is False
-        )
+        return any(value and name != _EAGER for name, value in self.values.items()) or self.values.get(_EAGER) is False
 
     @property
     def line(self) -> str:
@@ -74,14 +72,14 @@ def decide(config: TrainConfig, policy: Path, machine: Machine | None, models: M
         return _decided(config, unplanned(config, None), "without a plan, as the memory of the GPUs is not known")
     started = config
     if machine.kind == "cpu" and config.samples:
-        started = with_values(config, {"rollout.kv_cache_bytes": rollout_cache(config, policy).size})
+        started = with_values(config, {_KV_CACHE: rollout_cache(config, policy).size})
     try:
         models = models or models_of(read_config(policy), config, machine.kind)
         context = context_of(config, policy)
         found = by_plan(started, models, machine, context)
         values = values_of(found)
         if machine.kind == "cuda" and config.samples:
-            values["rollout.kv_cache_bytes"] = kv_cache(found, policy, context)
+            values[_KV_CACHE] = kv_cache(found, policy, context)
         why = f"by the plan for {machine.devices} x {machine.name}"
     except Exception as error:  # noqa: BLE001  whatever a model has in it: what can't be planned may work all the same
         values = unplanned(config, machine)
@@ -146,20 +144,20 @@ def kv_cache(found: Plan, policy: Path, context: int | None) -> int:
 def unplanned(config: TrainConfig, machine: Machine | None) -> dict[str, Any]:
     """What there is without a plan: on a CPU what computes least, on a GPU (None: of any size) what needs least."""
     gpu = machine is None or machine.kind == "cuda"
-    values: dict[str, Any] = dict.fromkeys(OPEN[:2], gpu)
-    values |= {OPEN[2]: False, OPEN[3]: not gpu or config.rollout.backend == "hf"}
+    eager = not gpu or config.rollout.backend == "hf"
+    values: dict[str, Any] = {_CHECKPOINTING: gpu, _REDUCE: gpu, _OFFLOAD: False, _EAGER: eager}
     if machine is not None and gpu and config.samples:
-        values[OPEN[4]] = int(SERVER_SHARE * machine.memory)
+        values[_KV_CACHE] = int(SERVER_SHARE * machine.memory)
     return values
 
 
 def values_of(found: Plan) -> dict[str, Any]:
     config = found.config
     return {
-        OPEN[0]: bool(config.activation_checkpointing),
-        OPEN[1]: bool(config.fsdp.reduce_every_micro_batch),
-        OPEN[2]: bool(config.fsdp.offload_while_generating),
-        OPEN[3]: found.is_eager or config.rollout.backend == "hf",
+        _CHECKPOINTING: bool(config.activation_checkpointing),
+        _REDUCE: bool(config.fsdp.reduce_every_micro_batch),
+        _OFFLOAD: bool(config.fsdp.offload_while_generating),
+        _EAGER: found.is_eager or config.rollout.backend == "hf",
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import yaml
 
+from serve.kv_cache import machine_memory, swap_memory
 from train.planner.sizes import GIB
 
 
@@ -62,6 +63,12 @@ class Machine:
     def matrix_flops(self, itemsize: int) -> float:
         """Floating-point operations a second that training reaches."""
         return self.flops * self.flops_share * (self.float32_share if itemsize == 4 else 1)
+
+
+def this_cpu(ranks: int) -> Machine:
+    """This machine's memory in as many parts. Rates are a preset's, and mean nothing."""
+    parts = {"memory": machine_memory() // ranks, "swap": swap_memory() // ranks}
+    return replace(PRESETS["A100"], name="this CPU", devices=ranks, kind="cpu", **parts)
 
 
 # NVIDIA's data sheets: A100 80GB SXM (2021), H100 SXM and H200 SXM (2024); dense bfloat16. NVLink both ways is twice

@@ -7,35 +7,30 @@ from typing import Final
 
 import torch
 
-from serve.kv_cache import machine_memory, swap_memory
 from train.config.training import TrainConfig
-from train.planner.machine import PRESETS, Machine
+from train.planner.gpus import gpus
+from train.planner.machine import PRESETS, Machine, this_cpu
 from train.planner.sizes import GIB
 
 _ASKED_S: Final = 60.0
 
 
-def machine_of_run(config: TrainConfig, gpus: int) -> Machine | None:
+def machine_of_run(config: TrainConfig, devices: int) -> Machine | None:
     """The devices of a run, one for each of its ranks; None if there are GPUs, and how large they are can't be told.
 
     Args:
-        gpus: of each rank of the actor's pool, where Ray deals them out; under torchrun they are this process's.
+        devices: GPUs of each rank of the actor's pool, where Ray deals them out; torchrun's ranks have their own.
     """
     ranks = sum(config.ranks_of(pool) for pool in config.placement.pools)
     if config.launcher == "torchrun":
         if not torch.cuda.is_available():
-            return _cpu(ranks)
+            return this_cpu(ranks)
         found = torch.cuda.get_device_properties(torch.cuda.current_device())
         return _gpus(ranks, found.name, found.total_memory)
-    if not gpus:
-        return _cpu(ranks)
+    if not devices:
+        return this_cpu(ranks)
     name, memory = _of_cluster()
     return None if memory is None else _gpus(ranks, name, memory)
-
-
-def _cpu(ranks: int) -> Machine:
-    parts = {"memory": machine_memory() // ranks, "swap": swap_memory() // ranks}
-    return replace(PRESETS["A100"], name="this CPU", devices=ranks, kind="cpu", **parts)
 
 
 def _gpus(ranks: int, name: str, memory: int) -> Machine:
@@ -64,18 +59,8 @@ def _of_cluster() -> tuple[str, int | None]:
 
 
 def smallest_gpu() -> tuple[str, int | None]:
-    """(name, bytes) of this machine's GPU with the least memory, by NVML; None without one, or without the library."""
-    try:
-        import pynvml
-    except ImportError:
+    """(name, bytes) of this machine's GPU with the least memory; None without one, or without the driver's library."""
+    if not (found := gpus()):
         return "", None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return "", None
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        found = [(str(pynvml.nvmlDeviceGetName(h)), int(pynvml.nvmlDeviceGetMemoryInfo(h).total)) for h in handles]
-    finally:
-        pynvml.nvmlShutdown()
-    return min(found, key=lambda each: each[1], default=("", None))
+    least = min(found, key=lambda gpu: gpu.total_bytes)
+    return least.name, least.total_bytes

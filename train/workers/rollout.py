@@ -90,7 +90,7 @@ class RolloutWorker(Worker):
     def _boot(self, policy: Path, seed: int) -> Any:
         config, r = self.config, self.config.rollout
         if config.fp8 is not None and config.fp8.rollout is not None:
-            require_fp8(config.fp8.model_copy(update={"training": None}))
+            require_fp8(config.fp8, "rollout")
         if self.rank == 0 and not torch.cuda.is_available():
             log.warning("no sleep on a CPU: the engine keeps its weights and its KV cache while the policy is trained")
         cache = rollout_cache(config, policy)

@@ -20,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.config import root
 from deploy.config.root import Settings
-from deploy.gpus import gpus
 from deploy.loop import promotion, records
 from deploy.loop.records import CycleRecord, Stage
 from deploy.monitoring import listener
@@ -37,6 +36,7 @@ from serve.middleware.keyring import NeedsKeys
 from serve.policies.experiments import Experiments
 from tests.deploy.display.test_live_report import begin
 from tests.evaluation.decisions.worlds import config, items, judged
+from train.planner.gpus import gpus
 from train.run.recovery.restarts import Restart, add_restart
 
 NOW = datetime(2026, 3, 10, 12, tzinfo=UTC)

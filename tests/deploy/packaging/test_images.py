@@ -69,6 +69,13 @@ def test_an_image_has_pins_of_the_lock_and_nothing_that_only_development_needs(d
     assert not {"pytest", "ruff", "mypy", "moto", "locust", "playwright", "mkdocs"} & image.keys()
 
 
+def test_tests_run_with_the_versions_that_the_extra_names() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["low-precision"]
+    found = pins(ROOT / "requirements-tests.txt")
+    assert {f"{name}=={version}" for name, version in found.items()} == set(extra)
+    assert found.items() <= pins(ROOT / "requirements-gpu.txt").items()
+
+
 def test_an_image_has_all_that_the_product_requires() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [Requirement(text) for text in project["dependencies"] + project["optional-dependencies"]["cpu"]]

@@ -480,20 +480,24 @@ def test_without_a_policy_everything_is_kept(lake):
     assert retain(lake).dates == []
 
 
-def test_a_retention_that_is_killed_between_tables_is_finished_by_the_next(lake, monkeypatch):
-    fill(lake)
-    old = Lake(lake.uri, LakeConfig(retain_days=1, retain_gap_days=None))
+def retain_killed_before_interactions(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = Lake.replace
 
-    def once(self: Lake, table: str, *arguments: object, **named: object) -> object:
+    def killed(self: Lake, table: str, *arguments: object, **named: object) -> object:
         if table == "interactions":
             raise KeyboardInterrupt
         return replace(self, table, *arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Lake, "replace", once)
+        patch.setattr(Lake, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            retain(old)
+            retain(lake)
+
+
+def test_a_retention_that_is_killed_between_tables_is_finished_by_the_next(lake, monkeypatch):
+    fill(lake)
+    old = Lake(lake.uri, LakeConfig(retain_days=1, retain_gap_days=None))
+    retain_killed_before_interactions(old, monkeypatch)
     assert (len(ids(lake, "interactions")), ids(lake)) == (16, [])
     retain(old)
     assert ids(lake, "interactions") == []
@@ -506,17 +510,7 @@ def test_a_retention_that_is_killed_goes_on_though_what_is_left_fits_by_then(lak
         put(lake, "feedback", [thumb(name, 1, created_at=at)])
     size = sum(file.size for table in ("interactions", "feedback") for file in data_files(lake.table(table)))
     limited = Lake(lake.uri, LakeConfig(retain_bytes=size - 1))
-    replace = Lake.replace
-
-    def once(self: Lake, table: str, *arguments: object, **named: object) -> object:
-        if table == "interactions":
-            raise KeyboardInterrupt
-        return replace(self, table, *arguments, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Lake, "replace", once)
-        with pytest.raises(KeyboardInterrupt):
-            retain(limited)
+    retain_killed_before_interactions(limited, monkeypatch)
     assert (ids(lake, "interactions"), ids(lake)) == (["new", "old"], ["new"])
     assert retain(limited).dates == [old.date()]
     assert (ids(lake, "interactions"), ids(lake)) == (["new"], ["new"])

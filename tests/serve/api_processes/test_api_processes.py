@@ -84,12 +84,6 @@ def api_processes(server: LiveServer) -> list[psutil.Process]:
     return [one for one in (root, *root.children(recursive=True)) if listens(one)]
 
 
-def engine_of(server: LiveServer) -> psutil.Process:
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    (engine,) = (one for one in below if "EngineCore" in " ".join(one.cmdline()))
-    return engine
-
-
 async def both_listen(server: LiveServer) -> list[psutil.Process]:
     """The first one does when the server is ready, the other one in a moment."""
     deadline = time.monotonic() + 180
@@ -385,7 +379,7 @@ async def test_one_that_dies_or_hangs_is_replaced_and_loses_nothing_and_the_boun
         assert refusals(before) == 2
         done = (await spare[FURTHER].get("/health")).status_code
         # However quick the machine, its streams are at work when it is found dead: the engine stands still until then.
-        engine = engine_of(server)
+        engine = server.engine()
         engine.suspend()
         try:
             further.send_signal(how)
@@ -583,7 +577,7 @@ async def test_an_engine_that_dies_while_the_server_stops_ends_the_requests_of_b
     server = start(roomy, drain_timeout_s=300)
     await both_listen(server)
     below = psutil.Process(server.process.pid).children(recursive=True)
-    engine = engine_of(server)
+    engine = server.engine()
     async with AsyncExitStack() as stack:
         clients = await clients_of(server, stack)
         streams = [await begun(stack, client, "cut", 4000) for client in clients]

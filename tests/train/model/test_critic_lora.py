@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
-from tests.train.ranks import found_by, run_ranks
+from tests.train.ranks import found_by, run_ranks, save_part
 from tests.train.tiny_models import own_part, qwen3, some_batch
 from train.batch.packed import PackedBatch
-from train.checkpoint.folders import CheckpointError, begin_aside, make_whole
+from train.checkpoint.folders import CheckpointError
 from train.config.training import TrainConfig
 from train.model.hf_io import own_slice, plain_name, whole_tensor
 from train.model.mesh import mesh_sizes
@@ -125,20 +125,12 @@ def updated(critic: CriticWorker) -> dict[str, float]:
     return critic.update(batch.select(own_part(batch)))
 
 
-def saved(rank: int, ranks: int, policy: Path, folder: Path) -> dict[str, Any]:
+def saved(ranks: int, policy: Path, folder: Path) -> dict[str, Any]:
     """Two updates, a checkpoint, and a third."""
     critic = critic_of(policy, ranks, {})
     for _ in range(2):
         updated(critic)
-    if rank == 0:
-        begin_aside(folder, 2, "{}")
-    torch.distributed.barrier()
-    critic.save_checkpoint(folder / ".step-00000002.new" / "critic", step=2)
-    [ended] = critic.saved(True)
-    torch.distributed.barrier()
-    if rank == 0:
-        make_whole(folder, 2)
-    torch.distributed.barrier()
+    ended = save_part(critic, "critic", folder, 2)
     at_save = state(critic)
     return {"error": ended.error, "state": at_save, "next": updated(critic), "after": state(critic)}
 
@@ -156,7 +148,7 @@ def in_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         "stored in bfloat16": an_update(folder / "half", 2, {"dtype": "bfloat16"}),
         "of a policy": an_update(folder / "qwen3", 2, {}),
         "refused": {target: refusal(folder / "qwen3", 2, target) for target in ("score", "nothing_like_it", "norm")},
-        "saved": saved(rank, 2, folder / "qwen3", folder / "checkpoints"),
+        "saved": saved(2, folder / "qwen3", folder / "checkpoints"),
         "again": gone_on(2, folder / "qwen3", folder / "checkpoints"),
     }
 
@@ -164,7 +156,7 @@ def in_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
 def in_one_rank(rank: int, folder: Path) -> dict[str, Any]:
     policy = folder.parent / "qwen3"
     return {
-        "saved": saved(rank, 1, policy, folder / "checkpoints"),
+        "saved": saved(1, policy, folder / "checkpoints"),
         "of two": gone_on(1, policy, folder.parent / "checkpoints"),
     }
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from tests.train.ranks import found_by, run_ranks
+from tests.train.ranks import found_by, run_ranks, save_part
 from tests.train.tiny_models import gpt2, own_part, plain_log_probs, qwen3, some_batch
 from train.batch.packed import PackedBatch
-from train.checkpoint.folders import begin_aside, make_whole
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
 from train.model.fsdp import build, skeleton
@@ -118,18 +117,10 @@ def state(actor: ActorWorker) -> dict[str, Tensor]:
     return {plain_name(n): whole(p) for n, p in actor.model.named_parameters() if p.requires_grad}
 
 
-def saved(rank: int, policy: Path, folder: Path) -> dict[str, Any]:
+def saved(policy: Path, folder: Path) -> dict[str, Any]:
     actor = actor_of(policy, 2)
     updated(actor)
-    if rank == 0:
-        begin_aside(folder, 1, "{}")
-    torch.distributed.barrier()
-    actor.save_checkpoint(folder / ".step-00000001.new" / "actor", step=1)
-    [ended] = actor.saved(True)
-    torch.distributed.barrier()
-    if rank == 0:
-        make_whole(folder, 1)
-    torch.distributed.barrier()
+    ended = save_part(actor, "actor", folder, 1)
     at_save = state(actor)
     return {"error": ended.error, "state": at_save, "next": updated(actor), "after": state(actor)}
 
@@ -171,7 +162,7 @@ def in_two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         "run": a_run(rank, folder / "qwen3", 2),
         "recomputed": a_run(rank, folder / "again", 2, activation_checkpointing=True, micro_batch_tokens=16),
         "whole on each": {name: whole(t) for name, t in merged_parameters(whole_on_each)},
-        "saved": saved(rank, folder / "qwen3", folder / "checkpoints"),
+        "saved": saved(folder / "qwen3", folder / "checkpoints"),
         "again": gone_on(folder / "qwen3", folder / "checkpoints", 2),
         "critic": a_critic(folder / "qwen3"),
         "flat": flat_weight(folder / "flat"),

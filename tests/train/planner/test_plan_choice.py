@@ -149,6 +149,16 @@ def test_weights_of_four_bits_under_adapters_take_a_quarter_and_are_gathered_so(
     assert found["nf4"].phases[-1].cost.moved < found[None].phases[-1].cost.moved, "less is gathered"
 
 
+@pytest.mark.parametrize(
+    "settings", [{"lora": {"rank": 16, "base": "nf4"}}, {"fp8": {"training": "rowwise"}, "dtype": "bfloat16"}]
+)
+def test_no_plan_is_made_that_the_settings_refuse(qwen: Path, settings: dict[str, Any]) -> None:
+    given = config(**settings)
+    models = models_of(read_config(qwen), given, "cuda")
+    for each in candidates(given, models, parse_gpus("8x80GB"), WORK):
+        TrainConfig.model_validate(each.model_dump())
+
+
 def test_a_critic_is_held_beside_the_policy(qwen: Path) -> None:
     settings = config(algorithm={"name": "ppo"}, ranks=8, micro_batch_tokens=8192)
     found = plan(settings, models_of(read_config(qwen), settings, "cuda"), parse_gpus("8x80GB"), WORK)

@@ -74,6 +74,8 @@ def test_the_best_is_put_in_the_runs_folder_as_the_files_that_were_hashed(tmp_pa
     [(name, written)] = best.restore(tmp_path).items()
     assert written.is_at(tmp_path / "candidate" / name)
     assert sorted(os.listdir(tmp_path)) == ["best", "candidate"]
+    assert best.restore(tmp_path) == {name: written}, "as after a publishing that was killed"
+    assert written.is_at(tmp_path / "candidate" / name)
 
 
 def test_by_default_nothing_is_written(tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,7 @@ import pytest
 import torch
 
 from loadtests.tiny_model import make_model_folder
-from tests.paths import ROOT
+from tests.train.torchrun_checks import answer_of_ranks
 
 
 def make_mixture(home: Path) -> Path:
@@ -43,29 +39,7 @@ def make_mixture(home: Path) -> Path:
 
 
 def run(policy: Path, ranks: int, engine: int, folder: Path) -> dict[str, Any]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.train.mixture_ranks", str(policy), str(engine), str(folder)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, f"torchrun ended with {done.returncode}:\n{done.stderr[-4000:]}"
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    return answer_of_ranks("tests.train.mixture_ranks", policy, engine, folder, ranks=ranks, timeout=500)
 
 
 @pytest.mark.parametrize(("ranks", "engine"), [(2, 2), pytest.param(1, 1, marks=pytest.mark.long)])

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from loadtests.tiny_model import make_model_folder
-from tests.paths import ROOT
 from tests.train.engine_turns import GREEDY_TOKENS, PROMPTS
+from tests.train.torchrun_checks import answer_of_ranks
 
 
 @pytest.fixture(scope="module")
@@ -30,24 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def turns(policy: Path, folder: Path, **settings: Any) -> dict[str, Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    engine = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.train.engine_turns", str(policy), str(folder), json.dumps(settings)],
-        env=os.environ | ranks | engine | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, f"it ended with {done.returncode}:\n{done.stderr[-6000:]}"
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+    return answer_of_ranks("tests.train.engine_turns", policy, folder, json.dumps(settings), ranks=1, timeout=600)
 
 
 @pytest.fixture(scope="module")

@@ -17,21 +17,13 @@ import pytest
 
 from tests.paths import ROOT
 from tests.train.pool_ranks import BUCKET_BYTES, DTYPE, Case, arguments
+from tests.train.torchrun_checks import ENGINE_IN_RANK
 from tests.train.weight_sync.test_weight_sync import make_policy
 from train.controller.rendezvous import open_store
 
 
 def run_pools(policy: Path, case: Case) -> tuple[list[Any], list[Any]]:
     """What the ranks that train found, and those that generate; None of one that has ended without an answer."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
     store = open_store("127.0.0.1", 300)
     named = [("training", rank) for rank in range(case.training)]
     named += [("generation", rank) for rank in range(case.generation)]
@@ -42,7 +34,7 @@ def run_pools(policy: Path, case: Case) -> tuple[list[Any], list[Any]]:
             processes.append(
                 subprocess.Popen(
                     [*command, arguments(case)],
-                    env=environment,
+                    env=os.environ | ENGINE_IN_RANK,
                     cwd=ROOT,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

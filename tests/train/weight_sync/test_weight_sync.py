@@ -5,18 +5,14 @@ The checks are the functions of reshard_ranks.py; they run in one start of the p
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from loadtests.tiny_model import make_model_folder
-from tests.paths import ROOT
 from tests.train.reshard_ranks import CHECKS, CHECKS_OF_SLICES
+from tests.train.torchrun_checks import answer_of_ranks
 
 
 @pytest.fixture(scope="module")
@@ -48,29 +44,7 @@ def make_policy(home: Path, *, key_value_heads: int, vocabulary: int) -> Path:
 
 
 def run_checks(folder: Path, *, ranks: int, engine: int, training: int) -> dict[str, str | None]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.train.reshard_ranks", str(folder), str(engine), str(training)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines, f"torchrun ended with {done.returncode}:\n{done.stderr[-4000:]}"
-    answer: dict[str, str | None] = json.loads(lines[-1])
-    return answer
+    return answer_of_ranks("tests.train.reshard_ranks", folder, engine, training, ranks=ranks, timeout=800)
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from train.model.attention.calls import Call, Packing
+from train.model.attention.shared import Gradients, Saved
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -28,20 +29,10 @@ class CpuKernels:
             _write(lse.T, sums, call)
         return out, lse
 
-    def own_backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packing: Packing,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty(x.shape, dtype=_exact(x)) for x in (q, k, v))
+    def own_backward(self, of: Saved, packing: Packing, scale: float) -> Gradients:
+        dq, dk, dv = _room_for_gradients(of)
         for call in packing.calls:
-            d, a, b, c, o, sums = (_by_span(x, call) for x in (gradient, q, k, v, out, lse.T))
+            d, a, b, c, o, sums = (_by_span(x, call) for x in (*of[:-1], of.lse.T))
             if call.kept is not None:  # what fills a span up gets no gradient, and gives none
                 filling = torch.ones(call.spans * call.length, dtype=torch.bool)
                 filling[call.kept] = False
@@ -59,26 +50,21 @@ class CpuKernels:
             lse[:, at] = _by_row(sums[..., None], q)[..., 0].T
         return out, lse
 
-    def prefix_backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packing: Packing,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (torch.empty(x.shape, dtype=_exact(x)) for x in (q, k, v))
+    def prefix_backward(self, of: Saved, packing: Packing, scale: float) -> Gradients:
+        dq, dk, dv = _room_for_gradients(of)
         for at, to in _families(packing):
-            d, a, o = (_grouped(x[at], k) for x in (gradient, q, out))
-            sums = _grouped(lse[:, at].T[..., None], k)[..., 0]
-            b, c = (_of_heads(x[to]) for x in (k, v))
+            d, a, o = (_grouped(x[at], of.k) for x in (of.gradient, of.q, of.out))
+            sums = _grouped(of.lse[:, at].T[..., None], of.k)[..., 0]
+            b, c = (_of_heads(x[to]) for x in (of.k, of.v))
             some = _BACKWARD(d, a, b, c, o, sums, 0.0, False, scale=scale)
-            dq[at] = _by_row(some[0], q)
+            dq[at] = _by_row(some[0], of.q)
             dk[to], dv[to] = (x[0].transpose(0, 1) for x in some[1:])
         return dq, dk, dv
+
+
+def _room_for_gradients(of: Saved) -> Gradients:
+    dq, dk, dv = (torch.empty(x.shape, dtype=_exact(x)) for x in (of.q, of.k, of.v))
+    return dq, dk, dv
 
 
 def _families(packing: Packing) -> Iterator[tuple[slice, slice]]:

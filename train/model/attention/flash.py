@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from train.model.attention.calls import Lengths, Packing
-from train.model.attention.shared import attend_to_shared
+from train.model.attention.shared import Gradients, Saved, attend_to_shared
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
@@ -42,32 +42,12 @@ class FlashKernels:
         assert packing.shared is not None
         return _forward(q, k, v, packing.shared.lengths, False, scale)
 
-    def own_backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packing: Packing,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _backward(gradient, q, k, v, out, lse, packing.lengths, True, scale)
+    def own_backward(self, of: Saved, packing: Packing, scale: float) -> Gradients:
+        return _backward(of, packing.lengths, True, scale)
 
-    def prefix_backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packing: Packing,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def prefix_backward(self, of: Saved, packing: Packing, scale: float) -> Gradients:
         assert packing.shared is not None
-        return _backward(gradient, q, k, v, out, lse, packing.shared.lengths, False, scale)
+        return _backward(of, packing.shared.lengths, False, scale)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -83,21 +63,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, causal: bool, sc
     return out, lse
 
 
-def _backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    lengths: Lengths,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(of: Saved, lengths: Lengths, causal: bool, scale: float) -> Gradients:
     window = [-1, 0] if causal else [-1, -1]
-    unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
-    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
-        gradient.contiguous(), q, k, v, out, lse.contiguous(), *lengths, causal, unused, scale, window
+    unused = torch.zeros(2, dtype=torch.uint64, device=of.q.device)  # of dropout
+    gradient, lse = of.gradient.contiguous(), of.lse.contiguous()
+    gradients: Gradients = torch.ops.torch_attn._varlen_attn_backward(
+        gradient, of.q, of.k, of.v, of.out, lse, *lengths, causal, unused, scale, window
     )
     return gradients
 

@@ -7,7 +7,7 @@ their logsumexps. Given the merged output and logsumexp, the gradient of each pa
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,43 +16,34 @@ from torch.autograd.function import once_differentiable
 from train.model.attention.calls import Packing
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of q, k and v."""
+
+
+class Saved(NamedTuple):
+    """What the gradient of a part is computed from: ``gradient``, ``out`` and ``lse`` are the merged attention's."""
+
+    gradient: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
 class Kernels(Protocol):
     """Attention of a device. ``own``: of each span to itself, causal, all rows. ``prefix``: of the responses to the
     prompts that they share, all of it: q has the rows of ``packing.shared.responses``, k and v of ``prompts``.
 
-    Forward gives (out [rows, heads, D], logsumexp [heads, rows]) in any floating-point type; backward takes the merged
-    ones and gives the gradients of q, k and v.
+    Forward gives (out [rows, heads, D], logsumexp [heads, rows]) in any floating-point type.
     """
 
     def own(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]: ...
 
     def prefix(self, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> tuple[Tensor, Tensor]: ...
 
-    def own_backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packing: Packing,
-        scale: float,
-    ) -> Gradients: ...
+    def own_backward(self, of: Saved, packing: Packing, scale: float) -> Gradients: ...
 
-    def prefix_backward(
-        self,
-        gradient: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packing: Packing,
-        scale: float,
-    ) -> Gradients: ...
+    def prefix_backward(self, of: Saved, packing: Packing, scale: float) -> Gradients: ...
 
 
 @torch.compiler.disable
@@ -91,9 +82,9 @@ class _Shared(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         shared = ctx.packing.shared
         to, prompts = shared.responses, shared.prompts
-        own = ctx.kernels.own_backward(gradient, q, k, v, out, lse, ctx.packing, ctx.scale)
-        some = (x.index_select(0, rows) for x, rows in ((gradient, to), (q, to), (k, prompts), (v, prompts), (out, to)))
-        of_prefix = ctx.kernels.prefix_backward(*some, lse.index_select(1, to), ctx.packing, ctx.scale)
+        own = ctx.kernels.own_backward(Saved(gradient, q, k, v, out, lse), ctx.packing, ctx.scale)
+        d, a, b, c, o = (x[rows] for x, rows in ((gradient, to), (q, to), (k, prompts), (v, prompts), (out, to)))
+        of_prefix = ctx.kernels.prefix_backward(Saved(d, a, b, c, o, lse[:, to]), ctx.packing, ctx.scale)
         exact = torch.promote_types(q.dtype, torch.float32)
         sums = (
             a.to(exact).index_add_(0, at, b.to(exact)).to(q.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 from torch import nn
@@ -25,9 +25,10 @@ _ROUTERS: Final = frozenset(("gate", "router"))
 """Last names of the linear layers that choose experts: a token's experts must not depend on rounding."""
 
 
-def require_fp8(fp8: Fp8Config | None) -> None:
-    """Raise ValueError if the device of this rank can't compute by these settings."""
-    if why := fp8_unsupported(fp8, *_device()):
+def require_fp8(fp8: Fp8Config, part: Literal["training", "rollout"]) -> None:
+    """Raise ValueError if the device of this rank can't compute by that part of the settings."""
+    other = {"training": "rollout", "rollout": "training"}[part]
+    if why := fp8_unsupported(fp8.model_copy(update={other: None}), *_device()):
         raise ValueError(why)
 
 
@@ -42,7 +43,7 @@ def convert_layers(layers: list[nn.Module], fp8: Fp8Config) -> list[str]:
     Raises:
         ValueError: this rank's device can't compute in fp8, ``keep`` names a layer that there is not, or none is left.
     """
-    require_fp8(fp8.model_copy(update={"rollout": None}))
+    require_fp8(fp8, "training")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     there = {name.rsplit(".", 1)[-1] for layer in layers for name, _ in _linear(layer)}

@@ -370,6 +370,8 @@ def test_rows_that_would_repeat_too_much_of_a_body_are_refused_with_their_size(s
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 413
     assert "its 1024 responses would be recorded with 307" in answer.json()["error"]["message"]
+    body = {"prompt": [30] * 200, "n": 16, "max_tokens": 2, "stop": ["x" * 100_000]}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200, "tokens are one prompt"
 
 
 def test_feedback_takes_the_ids_that_the_client_sees(client: openai.OpenAI, server: LiveServer) -> None:

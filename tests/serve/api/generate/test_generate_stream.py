@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 
@@ -93,8 +92,7 @@ def left_requests(
 
     The engine stands still when they are left, so that on a quick machine too some are left while they are made.
     """
-    below = psutil.Process(server.process.pid).children(recursive=True)
-    (engine,) = (one for one in below if "EngineCore" in " ".join(one.cmdline()))
+    engine = server.engine()
     for begun_s in 6 * (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64):
         user, before = f"left-{uuid.uuid4().hex}", server.outcomes()
         stop = threading.Timer(begun_s, engine.suspend)

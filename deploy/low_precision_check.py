@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 
-from deploy.gpus import gpus
 from deploy.memory_check import computes_on_cpu
 from train.config.fp8 import fp8_unsupported
 from train.config.training import TrainConfig
+from train.planner.gpus import gpus
 
 
 def fp8_problem(config: TrainConfig) -> str | None:

@@ -6,12 +6,12 @@ import importlib.util
 
 import pytest
 
-from deploy import cli, fp8_check, memory_check
+from deploy import cli, low_precision_check, memory_check
 from deploy.config import root
 from deploy.config.root import ConfigError, Settings
-from deploy.gpus import Gpu
 from deploy.loop.cycle import run_cycle
 from deploy.loop.preflight import training_problems
+from train.planner.gpus import Gpu
 
 REFUSED = r"train\.fp8\.training=rowwise: the CPU of this machine does not multiply in fp8.*train\.fp8\.emulate=true"
 OPTIONS = [("train.fp8.training", "rowwise"), ("train.dtype", "bfloat16")]
@@ -30,7 +30,7 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> 
     """As if vLLM's build for GPUs were installed, and the driver showed these."""
     found = [Gpu(i, 0, 2**36, 0.0, f"GPU {i}", capability) for i, capability in enumerate(capabilities)]
     monkeypatch.setattr(memory_check, "installed", lambda _: {"vllm": "1"})
-    monkeypatch.setattr(fp8_check, "gpus", lambda: found)
+    monkeypatch.setattr(low_precision_check, "gpus", lambda: found)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -52,10 +52,10 @@ def test_a_training_on_a_cpu_is_refused_and_makes_no_run(
 
 @pytest.mark.usefixtures("on_cpu")
 def test_what_is_emulated_or_runs_on_a_cluster_is_not_refused_here(home_with_policy: Settings) -> None:
-    assert fp8_check.fp8_problem(home_with_policy.train) is None
-    assert fp8_check.fp8_problem(with_fp8(home_with_policy, ("train.fp8.emulate", "true")).train) is None
+    assert low_precision_check.fp8_problem(home_with_policy.train) is None
+    assert low_precision_check.fp8_problem(with_fp8(home_with_policy, ("train.fp8.emulate", "true")).train) is None
     cluster = with_fp8(home_with_policy, ("train.ray_address", "http://cluster:8265"))
-    assert fp8_check.fp8_problem(cluster.train) is None
+    assert low_precision_check.fp8_problem(cluster.train) is None
 
 
 def test_of_several_gpus_the_newest_decides_and_an_old_one_is_named(
@@ -64,11 +64,11 @@ def test_of_several_gpus_the_newest_decides_and_an_old_one_is_named(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     train = with_fp8(home_with_policy).train
     on_gpus(monkeypatch, (8, 0), (9, 0))
-    assert fp8_check.fp8_problem(train) is None
+    assert low_precision_check.fp8_problem(train) is None
     on_gpus(monkeypatch, (8, 0), (8, 6))
-    assert "GPU 1 (compute capability 8.6) does not multiply in fp8" in str(fp8_check.fp8_problem(train))
+    assert "GPU 1 (compute capability 8.6) does not multiply in fp8" in str(low_precision_check.fp8_problem(train))
     on_gpus(monkeypatch)
-    assert fp8_check.fp8_problem(train) is None, "nothing is known, and the ranks look themselves"
+    assert low_precision_check.fp8_problem(train) is None, "nothing is known, and the ranks look themselves"
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_without_torchao_what_needs_it_is_refused_with_what_to_install(
     home_with_policy: Settings, monkeypatch: pytest.MonkeyPatch, options: list[tuple[str, str]], setting: str
 ) -> None:
     settings = root.load(home_with_policy.snapshot(), options, {})
-    assert fp8_check.torchao_problem(settings.train) is None
+    assert low_precision_check.torchao_problem(settings.train) is None
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     said = f"{setting} needs torchao, which is not installed: pip install 'millrace[low-precision]'"
-    assert fp8_check.torchao_problem(settings.train) == said
+    assert low_precision_check.torchao_problem(settings.train) == said
     assert said in training_problems(settings)
-    assert fp8_check.torchao_problem(home_with_policy.train) is None
+    assert low_precision_check.torchao_problem(home_with_policy.train) is None
