@@ -206,9 +206,9 @@ def _understand(content: bytes, session_id: str | None, server: Server, kind: Ki
 
 def _check_rows(content: bytes, body: dict[str, Any]) -> None:
     """Raises Problem 413 if the rows that a body asks for, each with a copy of all but the prompts, are too large."""
-    prompt = body.get("prompt")
-    several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)  # else token ids are one
-    prompts = prompt if several else [prompt]
+    prompts = [body.get("prompt")]  # token ids are one, too
+    if isinstance(prompts[0], list) and prompts[0] and isinstance(prompts[0][0], str | list):
+        prompts = prompts[0]
     responses = (body.get("n") or 1) * len(prompts)
     if len(content) * responses > _ROWS_BYTES:
         own = len(orjson.dumps(prompts)) // len(prompts)  # of a prompt, on average
