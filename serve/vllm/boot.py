@@ -26,6 +26,7 @@ from serve.kv_cache import SERVER_SHARE, KVCache, fit_engine
 from serve.local_ray.cluster import environment, loopback_sockets
 from serve.policies.folder import compute_dtype
 from serve.vllm import compat, engine_process
+from serve.vllm.adapters.slots import adapter_arguments, request_of
 from serve.vllm.engine_process import WaitingProcess
 
 if TYPE_CHECKING:
@@ -187,6 +188,10 @@ def server_engine(
             "disable_log_stats": True,
             **_prefill(),
         }
+        if config.adapters is not None:
+            arguments |= adapter_arguments(
+                path, count=config.adapters.count, rank=config.adapters.rank, setting="serve.engine.adapters.rank"
+            )
         if config.tensor_parallel_size == 1:
             arguments["distributed_executor_backend"] = "uni"
         arguments |= config.extra | _trust(path, config.extra)
@@ -341,11 +346,17 @@ def sampling_params(**options: Any) -> SamplingParams:
     return SamplingParams(**defaults | options)
 
 
-def add_request(engine: Any, name: str, prompt_token_ids: list[int], params: SamplingParams) -> None:
-    """Begin a request on an LLMEngine in this process, whose ``step`` then goes on with it."""
+def add_request(
+    engine: Any, name: str, prompt_token_ids: list[int], params: SamplingParams, adapter: int | None = None
+) -> None:
+    """Begin a request on an LLMEngine in this process, whose ``step`` then goes on with it.
+
+    ``adapter``: the number of one that the engine has (``serve.vllm.adapters``).
+    """
     from vllm.inputs.engine import tokens_input
 
-    engine.add_request(name, tokens_input(prompt_token_ids), params)
+    lora_request = None if adapter is None else request_of(adapter)
+    engine.add_request(name, tokens_input(prompt_token_ids), params, lora_request=lora_request)
 
 
 def spans_of(output: CompletionOutput) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from train.algorithms.base import Loss
 from train.batch.packed import PackedBatch
 from train.controller.dispatch import answer_and_per_token, by_tokens, dispatch, per_token, to_all
 from train.model.fsdp import build, export, token_log_probs
-from train.model.lora import export_adapter
+from train.model.lora import export_adapter, require_publishable
 from train.own_model.model_class import maker
 from train.own_model.separation import require_apart
 from train.workers.model_worker import TrainedWorker, forward_per_token
@@ -24,6 +24,8 @@ class ActorWorker(TrainedWorker):
     def build(self) -> nn.Module:
         model = build(self.policy, lora=self.config.lora, make=maker(self.config.model), **self.build_options)
         require_apart(model, self.build_options["dtype"])
+        if self.config.lora is not None and self.config.lora.publish == "adapter":
+            require_publishable(model)
         return model
 
     @property
@@ -64,10 +66,15 @@ class ActorWorker(TrainedWorker):
 
     @dispatch(to_all)
     def export(self, folder: Path) -> None:
-        """Write a Hugging Face model to ``folder``; beside it ``adapter``, with ``train.lora.publish_adapter``."""
-        export(self.model, self.policy, folder)
-        if self.config.lora is not None and self.config.lora.publish_adapter:
-            export_adapter(self.model, self.config.lora, self.policy, folder.with_name("adapter"))
+        """Write a Hugging Face model to ``folder``, or with ``train.lora.publish: adapter`` what peft needs beside one;
+        and next to it ``adapter``, with ``train.lora.publish_adapter``."""
+        lora = self.config.lora
+        if lora is None or lora.publish == "merged":
+            export(self.model, self.policy, folder)
+        else:
+            export_adapter(self.model, lora, self.policy, folder)
+        if lora is not None and lora.publish_adapter:
+            export_adapter(self.model, lora, self.policy, folder.with_name("adapter"))
 
 
 def forward_log_probs(model: nn.Module, batch: PackedBatch, micro_batch_tokens: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch.distributed import TCPStore
 
 from train.controller.dispatch import dispatch, to_all
 from train.controller.rendezvous import find_store, open_store
+from train.weight_sync.adapters import load_adapters, whole_adapters
 from train.weight_sync.gather import load_whole, whole_tensors
 from train.weight_sync.transfer import WeightStream
 from train.workers.actor import ActorWorker
@@ -44,7 +45,8 @@ class SendingActor(ActorWorker):
     def send_weights(self, rendezvous: Rendezvous) -> None:
         """Send the weights as they are; the receivers must call ``receive_weights`` meanwhile."""
         dtype = getattr(torch, self.config.dtype)
-        weights = whole_tensors(self.model, dtype)
+        whole = whole_adapters if self.config.generates_beside_adapters else whole_tensors
+        weights = whole(self.model, dtype)
         with torch.no_grad():
             if self.rank == 0:
                 if self.stream is None:
@@ -69,5 +71,8 @@ class ReceivingRollout(RolloutWorker):
             timeout_s = self.config.step_timeout_s
             store = find_store(rendezvous.address, rendezvous.port, timeout_s)
             self.stream = WeightStream(store, self.rank + 1, rendezvous.receivers + 1, timeout_s)
-        load_whole(self.llm, self.stream.receive())
+        if self.adapter is None:
+            load_whole(self.llm, self.stream.receive())
+        else:
+            load_adapters(self.llm, self.stream.receive())
         self._label(version)
