@@ -674,6 +674,8 @@ class Swapper:
         touched = False
         try:
             if prepared.loaded:
+                if policy.version not in self.engine.loaded:  # it had to make room meanwhile
+                    await self.engine.put_adapter(prepared.weights, config.prepare_timeout_s)
                 self.engine.serve(policy.version)
             else:
                 await self.engine.end_adapters(config.drain_timeout_s)

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from serve.config import EngineConfig, SwapConfig
 from serve.kv_cache import SERVER_SHARE, fit_engine
 from serve.policies.folder import compute_dtype, safetensors_header
+from serve.vllm.adapters.slots import places_bytes
 from train.config.context_length import rollout_cache
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
@@ -215,6 +216,9 @@ def _server(engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machi
         return Finding("unplanned", f"serve.engine.extra has {', '.join(other)}")
     gpu, t, share = machine.kind == "cuda", engine.tensor_parallel_size, engine.gpu_memory_utilization
     whole, quantized = _weights(policy, engine.dtype)
+    if (places := engine.adapters) is not None:
+        itemsize = ITEMSIZE[compute_dtype(policy, engine.dtype)]
+        whole += places_bytes(policy, count=places.count, rank=places.rank, itemsize=itemsize) * t
     least = 0.0 if gpu else SERVER_SHARE  # on a GPU the cache gets what is left
     cache = fit_engine(engine, policy, section="serve.engine", share=least, memory=machine.memory // (1 if gpu else t))
     size = cache.size or 0

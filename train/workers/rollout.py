@@ -20,7 +20,7 @@ from feedback.trusted_code import trusted
 from serve.generation.tokenizer import Text
 from serve.policies.folder import fingerprint
 from serve.policies.store import Policy
-from serve.vllm.adapters.slots import adapter_arguments, slots_bytes
+from serve.vllm.adapters.slots import adapter_arguments, places_bytes
 from serve.vllm.boot import (
     OFFLINE_WORKER,
     launched_executor,
@@ -94,7 +94,7 @@ class RolloutWorker(Worker):
         on_gpu: dict[str, Any] = {}
         if torch.cuda.is_available():
             device_bytes = torch.cuda.get_device_properties(0).total_memory
-            beside = (cache.size or 0) + slots_bytes(policy, adapters, getattr(torch, config.dtype).itemsize)
+            beside = (cache.size or 0) + self._adapter_bytes(policy)
             on_gpu = {
                 "gpu_memory_utilization": memory_share(policy, beside, r.tensor_parallel_size, device_bytes),
                 # It numbers the devices of all ranks as if each saw all of them, and each sees its own alone.
@@ -129,6 +129,14 @@ class RolloutWorker(Worker):
         for segment in Path("/dev/shm").glob(f"*{job[0]}*"):
             segment.unlink(missing_ok=True)
         return llm
+
+    def _adapter_bytes(self, policy: Path) -> int:
+        """Memory of the slot for the adapter in training."""
+        lora, itemsize = self.config.lora, getattr(torch, self.config.dtype).itemsize
+        if self.adapter is None or lora is None:
+            return 0
+        modules = None if lora.target_modules == "all-linear" else lora.target_modules
+        return places_bytes(policy, count=1, rank=lora.rank, itemsize=itemsize, modules=modules)
 
     @dispatch(to_all)
     def sleep(self, _: None = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 from serve.policies.folder import safetensors_header
 
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 _NOWHERE: Final = Path("/nowhere")  # vLLM refuses a request without a path
+
+
+RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM has kernels for (``vllm.config.lora.MaxLoRARanks``)."""
 
 
 class AdapterRefused(ValueError):
@@ -38,17 +42,14 @@ def adapter_arguments(
     Raises:
         AdapterRefused: vLLM has no kernels for the rank.
     """
-    from vllm.config.lora import MaxLoRARanks
-
-    ranks = sorted(get_args(MaxLoRARanks))
-    if rank > ranks[-1]:
-        raise AdapterRefused(f"{setting}={rank} is more than the {ranks[-1]} that vLLM has adapters of")
+    if rank > RANKS[-1]:
+        raise AdapterRefused(f"{setting}={rank} is more than the {RANKS[-1]} that vLLM has adapters of")
     names = linear_layers(folder) if modules is None else modules
     return {
         "enable_lora": True,
         "max_loras": count,
         "max_cpu_loras": count,
-        "max_lora_rank": next(size for size in ranks if size >= rank),
+        "max_lora_rank": next(size for size in RANKS if size >= rank),
         "lora_target_modules": sorted({name.rsplit(".", 1)[-1] for name in names}),
     }
 
@@ -68,13 +69,11 @@ def request_of(number: int, folder: Path = _NOWHERE) -> LoRARequest:
     return LoRARequest(lora_name=f"millrace-{number}", lora_int_id=number, lora_path=str(folder))
 
 
-def slots_bytes(folder: Path, arguments: Mapping[str, Any], itemsize: int) -> int:
-    """Memory that the slots of ``adapter_arguments`` take at most, on each rank of an engine; 0 without them."""
-    if not arguments:
-        return 0
-    sides = sum(sum(shape) for name, shape in _linear(folder) if name in arguments["lora_target_modules"])
-    slots: int = arguments["max_loras"] * arguments["max_lora_rank"]
-    return slots * sides * itemsize
+def places_bytes(folder: Path, *, count: int, rank: int, itemsize: int, modules: Collection[str] | None = None) -> int:
+    """Memory that the slots of ``adapter_arguments`` take at most, on each rank of an engine."""
+    names = None if modules is None else {name.rsplit(".", 1)[-1] for name in modules}
+    sides = sum(sum(shape) for name, shape in _linear(folder) if names is None or name in names)
+    return count * next(size for size in RANKS if size >= rank) * sides * itemsize
 
 
 def _linear(folder: Path) -> Iterator[tuple[str, tuple[int, int]]]:
