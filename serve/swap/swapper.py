@@ -339,11 +339,15 @@ class Swapper:
 
     def _has_room_for(self, experiment: Experiment) -> bool:
         """Whether both of its policies can answer at once: adapters of the weights that the engine has, or those."""
-        arms = [self.store.get(version) for version in (experiment.candidate, experiment.control)]
-        room = self.engine.config.adapters
-        if room is None or not all(map(self._beside, arms)):
+        if (room := self.engine.config.adapters) is None:
             return False
-        return sum(arm.base is not None for arm in arms) <= room.count - len(self._of_tenants)
+        try:
+            arms = [self.store.get(version) for version in (experiment.candidate, experiment.control)]
+            adapters = sum(arm.base is not None for arm in arms)
+            return all(map(self._beside, arms)) and adapters <= room.count - len(self._of_tenants)
+        except PolicyError as error:
+            log.error("experiment %d can't be taken part in: %s", experiment.number, error)
+            return False
 
     async def _answer_beside(self, experiment: Experiment | None) -> None:
         """Have both policies of an experiment answer, or none but the one that serves. What can't be had ends it."""
