@@ -38,12 +38,17 @@ class Responses:
         engine: vLLM's LLMEngine.
         params: makes vLLM's sampling parameters of a request.
         to_sample: reads a completion, of the prompt's token ids.
+        adapter: the number of the engine's adapter that samples; None: its weights do.
     """
 
     def __init__(
-        self, engine: Any, params: Callable[[Request], Any], to_sample: Callable[[Any, list[int]], Sample]
+        self,
+        engine: Any,
+        params: Callable[[Request], Any],
+        to_sample: Callable[[Any, list[int]], Sample],
+        adapter: int | None = None,
     ) -> None:
-        self._engine, self._params, self._to_sample = engine, params, to_sample
+        self._engine, self._params, self._to_sample, self._adapter = engine, params, to_sample, adapter
         self._under_way: dict[str, Request] = {}
 
     @property
@@ -53,7 +58,7 @@ class Responses:
     samples = busy
 
     def start(self, request: Request) -> None:
-        add_request(self._engine, request.key, request.prompt, self._params(request))
+        add_request(self._engine, request.key, request.prompt, self._params(request), adapter=self._adapter)
         self._under_way[request.key] = request
 
     def step(self) -> dict[str, Sample]:

@@ -162,6 +162,9 @@ def rollout_engine(config: TrainConfig, policy: Policy, model: Path) -> dict[str
         "extra": {} if config.fp8 is None or config.fp8.rollout is None else {"quantization": config.fp8.rollout},
         "kv_cache_bytes": cache.size,
         "labels_tokens": r.staleness > 0,  # it schedules no step ahead then
+        "adapters": [config.lora.rank, config.lora.target_modules]
+        if config.lora and config.generates_beside_adapters
+        else None,
     }
 
 

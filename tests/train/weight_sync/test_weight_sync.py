@@ -22,7 +22,7 @@ from tests.train.reshard_ranks import CHECKS, CHECKS_OF_SLICES
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     folder = make_policy(tmp_path_factory.mktemp("policy"), key_value_heads=1, vocabulary=258)  # fewer heads than ranks
-    return run_checks(folder, ranks=2, engine=2, training=1)
+    return run_checks(folder, "tests.train.reshard_ranks", 2, 2, 1)
 
 
 def make_policy(home: Path, *, key_value_heads: int, vocabulary: int) -> Path:
@@ -47,7 +47,8 @@ def make_policy(home: Path, *, key_value_heads: int, vocabulary: int) -> Path:
     return folder
 
 
-def run_checks(folder: Path, *, ranks: int, engine: int, training: int) -> dict[str, str | None]:
+def run_checks(folder: Path, module: str, ranks: int, *arguments: object) -> dict[str, str | None]:
+    """What the module prints whose ``main`` so many ranks run."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -59,7 +60,7 @@ def run_checks(folder: Path, *, ranks: int, engine: int, training: int) -> dict[
     }
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [*torchrun, "-m", "tests.train.reshard_ranks", str(folder), str(engine), str(training)],
+        [*torchrun, "-m", module, str(folder), *map(str, arguments)],
         env=environment,
         cwd=ROOT,
         capture_output=True,
@@ -85,5 +86,5 @@ def test_resharding(results: dict[str, str | None], check: str) -> None:
 )
 def test_slices_of_tensor_parallel_training_arrive(tmp_path: Path, ranks: int, engine: int, training: int) -> None:
     policy = make_policy(tmp_path, key_value_heads=2, vocabulary=320)  # padding would make slices differ
-    found = run_checks(policy, ranks=ranks, engine=engine, training=training)
+    found = run_checks(policy, "tests.train.reshard_ranks", ranks, engine, training)
     assert found == dict.fromkeys(check.__name__ for check in CHECKS_OF_SLICES)
