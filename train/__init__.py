@@ -8,7 +8,8 @@ the policy in rollouts of several turns), ``rollouts`` (responses that go on ove
 tokens), ``algorithms`` (one small file each) over ``objectives`` (pure functions: advantages, losses, KL), ``workers``
 (the computation, on each rank) over ``controller`` (how they are called) and ``model`` (FSDP2, attention, LoRA) with
 ``own_model`` (a class of the user's own, changes to the config) and ``optimizers`` (from gradients to steps), and
-``weight_sync`` (from training to generation) and ``export`` (from training to a folder).
+``weight_sync`` (from training to generation), ``export`` (from training to a folder) and ``host_memory`` (what waits
+there while a device generates).
 
 ``run`` (how a run begins, continues and publishes), ``checkpoint`` (the files that a killed run continues from),
 ``observe`` (progress, health, trackers, hooks), ``config`` (settings of training), ``import_object`` (imports what a

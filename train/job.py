@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +27,8 @@ from train.config.context_length import rollout_cache, with_context
 from train.config.training import TrainConfig
 from train.context import RESULT, JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
 from train.controller.heartbeat import note_step
-from train.controller.worker_group import Pool
+from train.controller.ray_pool import gpus_of_cluster
+from train.controller.worker_group import Pool, WorkerError
 from train.data.feedback_items import OfflineData
 from train.data.rewards import Reward, RewardFunction, logged_responses, rewarded_by, try_reward
 from train.dataflows.base import Data, Dataflow, Run
@@ -38,8 +39,10 @@ from train.observe.resources import ResourceMonitor
 from train.observe.trackers import Watchers
 from train.own_model.model_class import prepare
 from train.own_model.overrides import model_folder
+from train.planner.defaults import as_begun, decide
 from train.run.best_weights import BestWeights, best_of, folder_of
 from train.run.checkpoints import Checkpoints
+from train.run.devices import machine_of_run
 from train.run.publish import publish
 from train.run.record import keep_data
 from train.run.recovery.erasures import Erasures
@@ -49,7 +52,7 @@ from train.run.recovery.unfinished import Stores, forget
 from train.run.reward_model import keep, publish_reward_model
 from train.run.shared_run import SharedRun, shared_run
 from train.workers.resident_pools import ResidentPools
-from train.workers.role_groups import start_groups
+from train.workers.role_groups import gpus_by_pool, start_groups
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
 
@@ -95,7 +98,7 @@ def _run(
         elif config.samples:
             reward = Reward(rewarded_by(config, context.reward), config.step_timeout_s)
             scorer = reward.scorer
-        begun = begin(config, context, stores, lake, scorer)
+        begun = begin(config, context, stores, lake, scorer, partial(by_plan, context.run))
         if begun.finished is not None:
             say(f"{context.run}: was finished before, it published {begun.finished.published}")
             if begun.finished.reward_model is not None:
@@ -105,6 +108,7 @@ def _run(
             return begun.finished
         held.enter_context(stores.policies.hold(begun.parent.version))
         model = model_folder(config.model, whole(begun.parent).path, context.folder)
+        config = as_begun(config, begun.start.config)
         if config.samples and (cut := rollout_cache(config, model).cut("train.rollout")):
             say(f"{context.run}: {cut}")
         config = with_context(config, model, begun.start.max_model_len)
@@ -269,6 +273,18 @@ def train(
 
 
 # ---------------------------------------------------------------------------------------------- before the first step
+
+
+def by_plan(run: str, config: TrainConfig, model: Path) -> TrainConfig:
+    """What a new run of this model's folder does about memory where its settings leave that open, and say so."""
+    gpus = 0
+    if config.launcher == "ray":
+        with suppress(WorkerError):  # raised again when the pools are started
+            gpus = gpus_by_pool(config, gpus_of_cluster())[config.placement.actor]
+    found = decide(config, model, machine_of_run(config, gpus))
+    if found.saves:
+        say(f"{run}: {found.line}")
+    return found.config
 
 
 def read_data(

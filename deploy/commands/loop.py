@@ -156,9 +156,10 @@ def train(
         raise ConfigError("evaluation.holdout is 0: there are no held-out prompts; set it, such as to 0.1")
     if not reward_model and (problems := [why for why in (no_reward(settings), *training_problems(settings)) if why]):
         raise ConfigError("\n".join(problems))
-    of_reward_model = settings.train.of_reward_model()
-    if reward_model and (why := fp8_problem(of_reward_model) or torchao_problem(of_reward_model)):
-        raise ConfigError(why)
+    if reward_model:
+        of_reward_model = settings.train.of_reward_model()
+        if why := fp8_problem(of_reward_model) or torchao_problem(of_reward_model):
+            raise ConfigError(why)
     resolved = settings.resolved()
     name = name or f"manual-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     store = settings.policy_store()

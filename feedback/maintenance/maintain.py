@@ -15,6 +15,7 @@ and a file that no version names goes only while no writer is at work, however o
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -41,6 +42,7 @@ _ORDER: Final = {
     "feedback": ("response_id", "created_at", "feedback_id"),
     "rewards": ("response_id", "scored_at"),
 }
+_BEGUN: Final = "retention.json"
 _ATTEMPTS: Final = 3
 _TOO_YOUNG: Final = timedelta(days=1)
 
@@ -154,6 +156,7 @@ def retain(lake: Lake, *, dry_run: bool = False, today: date | None = None) -> R
         everything = [file for found in files.values() for file in found]
         days = _to_drop(lake, everything, today)
         _check_clock(lake, everything, days, today)
+        days |= _begun(lake) & {file.day for file in files["interactions"]}
         dropped = {table: [file for file in found if file.day in days] for table, found in files.items()}
         try:
             ids = _response_ids(lake, dropped["interactions"])
@@ -169,18 +172,30 @@ def retain(lake: Lake, *, dry_run: bool = False, today: date | None = None) -> R
             )
             if dry_run:
                 return result
-            # Interactions go last: killed earlier, they still name the feedback that is to go with them.
+            # Interactions go last: killed earlier, they still name the feedback that is to go with them. Without that
+            # they may fit into retain_bytes, and must go all the same.
+            if days:
+                lake.store().write_bytes(_BEGUN, json.dumps(sorted(map(str, days))).encode())
             for table in ("feedback", "rewards", "interactions"):
                 if found := dropped[table]:
                     lake.replace(table, [file.path for file in found], metadata={DROPPED: sorted(map(str, days))})
                 if result.later.get(table):
                     remove_on_responses(lake, table, ids)
+            lake.store().delete([_BEGUN])
             return result
         except LakeConflictError as error:
             if attempt == _ATTEMPTS:
                 raise
             log.info("looking again at what to drop: %s", error)
     raise AssertionError("unreachable")
+
+
+def _begun(lake: Lake) -> set[date]:
+    """The dates of a retention that did not come to its end."""
+    try:
+        return set(map(date.fromisoformat, json.loads(lake.store().read_bytes(_BEGUN))))
+    except FileNotFoundError:
+        return set()
 
 
 def _response_ids(lake: Lake, files: list[DataFile]) -> set[str]:

@@ -15,11 +15,15 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -61,7 +65,7 @@ class LoadsWeights:
         self._loaded = None
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
         self.model_runner.reset_lora_state()  # adapters are of the weights before
-        with set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self.vllm_config), experts_packed_again(model):
             try:
                 initialize_layerwise_reload(model)
                 mapped = [MappedFile(Path(folder) / name, files[name]["fingerprint"]) for name in sorted(files)]
@@ -163,6 +167,30 @@ class MillraceWorker(LoadsWeights):
         standby, self._standby = self._standby, None
         if standby is not None:
             self._releasing = standby.release()
+
+
+@contextmanager
+def experts_packed_again(model: torch.nn.Module) -> Iterator[None]:
+    """Within, experts of ``model`` whose weights are prepared again are packed again.
+
+    On a CPU vLLM packs experts when it makes their kernel, which it does once
+    (``UnquantizedFusedMoEMethod._setup_kernel``): reloaded, they would lie as a checkpoint has them, and the kernel
+    would read them as packed. So they have no kernel meanwhile; a layer that is not prepared gets its own back.
+    """
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    kernels = [
+        (method, method.moe_kernel)
+        for method in methods
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend is UnquantizedMoeBackend.CPU
+    ]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
 
 
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:

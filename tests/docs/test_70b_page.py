@@ -18,7 +18,7 @@ from tests.paths import ROOT
 from train.config.training import TrainConfig
 from train.planner.machine import Machine, parse_gpus
 from train.planner.model_shape import models_of, read_config
-from train.planner.plan import Models, Plan, Workload, choose, micro_batches, plan
+from train.planner.plan import GRAPHS, Models, Plan, Workload, choose, micro_batches, plan
 from train.planner.sizes import GIB
 
 PAGE = (ROOT / "docs/guide/plan-70b.md").read_text()
@@ -67,6 +67,7 @@ class Planned:
             "p": work.prompt_tokens,
             "r": work.response_tokens,
             "n": work.prompts * work.group_size,
+            "g": work.group_size,
             "S": work.prompts * work.group_size * t // machine.devices,
             "rows": batch.rows,
             "scored": batch.scored,
@@ -76,8 +77,9 @@ class Planned:
             "B": machine.bandwidth * machine.bandwidth_share,
             "W": machine.slowest_link(t),
             "I": machine.slowest_link(machine.devices),
-            "start": machine.layer_s,
+            "start": machine.graph_layer_s,
             "usable": machine.usable,
+            "graphs": GRAPHS,
             "bucket": config.rollout.reshard_bucket_bytes,
             "keep_input": traced.layer_input,
             "keep_outside": traced.outside,

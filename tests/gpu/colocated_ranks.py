@@ -48,20 +48,24 @@ def main() -> None:
     )
     peers: dict[str, Any] = {}
     actor = peers["actor"] = ActorWorker(policy=policy, config=config, peers=peers)
-    rollout = RolloutWorker(policy=policy, config=config, seed=0, peers=peers)
-    found: dict[str, Any] = {"free": {"awake": free_bytes()}}
+    rollout = peers["rollout"] = RolloutWorker(policy=policy, config=config, seed=0, peers=peers)
+    found: dict[str, Any] = {"free": {"awake": free_bytes()}, "here": [here(actor)]}
 
     first = greedy(rollout)
     batch = sampled(rollout)
+    actor.before_call("log_probs")  # as a call through its group
     found["mismatch"] = mismatch(batch, actor.log_probs(batch))
+    found["goes on"] = greedy(rollout) == first
     rollout.sleep()
     found["free"]["asleep"] = free_bytes()
     found["refused"] = refusal(rollout)
     rollout.load_actor_weights(0)
     found["same after sleep"] = greedy(rollout) == first
     found["free"]["awake again"] = free_bytes()
+    found["here"].append(here(actor))
 
     rollout.sleep()
+    actor.before_call("update")
     known = batch.with_(old_log_probs=batch.behaviour_log_probs, ref_log_probs=batch.behaviour_log_probs)
     algorithm = load(config.algorithm)
     for _ in range(4):
@@ -77,11 +81,20 @@ def main() -> None:
     rollout.load_actor_weights(1)
     found["changed"] = greedy(rollout) != first
     after = sampled(rollout)
+    found["here"].append(here(actor))
+    actor.before_call("log_probs")
     found["mismatch after"] = mismatch(after, actor.log_probs(after))
     found["moved"] = mismatch(batch, actor.log_probs(batch))
     if torch.distributed.get_rank() == 0:
         print(json.dumps(found), flush=True)
     torch.distributed.barrier()
+
+
+def here(actor: ActorWorker) -> int:
+    """Bytes of its parameters and moments that are on its device."""
+    tensors: list[Any] = [*actor.weight_tensors(), *actor.state_tensors()]
+    parts = [tensor.to_local() for tensor in tensors]
+    return sum(part.untyped_storage().nbytes() for part in parts if part.device.type == DEVICE)
 
 
 def greedy(rollout: RolloutWorker) -> list[list[int]]:

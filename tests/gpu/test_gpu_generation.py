@@ -76,8 +76,11 @@ def test_slices_of_weights_arrive_from_two_ranks(tmp_path: Path, engine: int, tr
     require_resharded(2, engine, training, tmp_path)
 
 
-def require_turns(found: dict[str, Any], wider: float = 1.0) -> None:
-    """What must hold of an engine that sleeps while its weights are trained. ``wider``: than bfloat16 differs."""
+def require_turns(found: dict[str, Any], wider: float = 1.0, home: str = "cpu") -> None:
+    """What must hold of an engine that sleeps while its weights are trained. ``wider``: than bfloat16 differs.
+
+    ``home``: of the moments, while nothing steps.
+    """
     assert found["same after sleep"], "the same weights must give the same tokens after a sleep"
     assert found["changed"], "an update must reach the engine"
     for name in ("mismatch", "mismatch after"):
@@ -91,12 +94,21 @@ def require_turns(found: dict[str, Any], wider: float = 1.0) -> None:
         assert found["free"]["asleep"] - found["free"]["awake"] > 2**26, "the KV cache and the weights are given back"
         assert abs(found["free"]["awake again"] - found["free"]["awake"]) < 2**28, found["free"]
         assert "the engine sleeps" in found["refused"]
-    assert found["homes of moments"] == ["cpu"], found
+    assert found["homes of moments"] == [home], found
 
 
 @gpu_test("part", "nothing sleeps, is offloaded or is captured as a graph", packages=VLLM)
 def test_an_engine_sleeps_while_its_weights_are_trained_and_generates_with_the_new_ones(policy: Path) -> None:
     require_turns(in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1))
+
+
+@gpu_test("part", "both memories are one, and nothing sleeps", packages=VLLM)
+def test_what_is_trained_leaves_the_device_to_the_engine_while_it_generates(policy: Path) -> None:
+    settings = {"fsdp": {"offload_while_generating": True}}
+    found = in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1, json.dumps(settings))
+    require_turns(found, home=DEVICE)
+    assert found["here"] == [0, 0, 0]
+    assert found["goes on"], "it dozed while the actor was needed, and has its weights again"
 
 
 @gpu_test("part", "as with one rank, and over gloo", devices=2, packages=VLLM)

@@ -33,6 +33,27 @@ def test_the_drivers_numbers_are_those_that_torch_reports() -> None:
     assert len(gpus()) >= torch.cuda.device_count()
 
 
+@gpu_test("part", "a CPU's memory is shared out", packages=("pydantic", "scipy", "duckdb"))
+def test_what_a_run_leaves_open_is_decided_by_the_device_that_there_is() -> None:
+    import torch
+
+    from train.config.training import TrainConfig
+    from train.planner.defaults import unplanned
+    from train.run.devices import machine_of_run, smallest_gpu
+
+    config = TrainConfig.model_validate({"launcher": "torchrun"})
+    machine = machine_of_run(config, 0)
+    assert machine is not None
+    assert machine.kind == DEVICE
+    values = unplanned(config, machine)
+    assert values["rollout.enforce_eager"] == (DEVICE == "cpu")
+    if DEVICE == "cuda":
+        pytest.importorskip("pynvml")
+        total = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+        assert smallest_gpu()[1] == pytest.approx(total, rel=0.03)
+        assert machine.memory == torch.cuda.get_device_properties(0).total_memory
+
+
 @gpu_test("no", "it names no GPU", packages=("pydantic", "duckdb"))
 def test_the_check_up_names_each_device() -> None:
     import torch

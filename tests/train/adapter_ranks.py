@@ -60,7 +60,8 @@ class Ranks:
             policy=policy, config=self.config, seed=0, peers={"actor": SimpleNamespace(model=self.model)}
         )
         self.llm = self.worker.llm
-        self.without = Responses(self.llm.llm_engine, self.worker.sampling._params, self.worker._sample)  # type: ignore[attr-defined]
+        params: Any = self.worker.sampling._params  # type: ignore[attr-defined]
+        self.without = Responses(self.llm.llm_engine, params, self.worker._sample, self.worker._salt)
 
     def sampled(self, *, adapter: bool) -> list[Sample]:
         """A greedy response and two drawn ones to each prompt, by the engine with its adapter or by its weights."""

@@ -26,7 +26,7 @@ from train.weight_sync.slices import numel
 from train.weight_sync.transfer import JoinedPools
 from train.workers.disaggregated import ReceivingRollout, Rendezvous, SendingActor
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 400.0
 BUCKET_BYTES = 2**16
 
 

@@ -193,7 +193,8 @@ def _computed(engine: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, layer in engine.named_modules():
         method = getattr(layer, "quant_method", None)
         if method is not None and hasattr(layer, "cpu_linear"):
-            width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+            sizes = (getattr(layer, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
+            width = next(size for size in sizes if size is not None)
             yield name, method.apply(layer, torch.eye(width, dtype=DTYPE), None).clone()
         for key, parameter in layer.named_parameters(recurse=False):
             if parameter.numel():

@@ -153,10 +153,15 @@ class FsdpConfig(Section):
         description="Keep the optimizer's state alone in CPU memory but for the time of its step, which is on the GPU; "
         "without one it does nothing.",
     )
-    reduce_every_micro_batch: bool = Field(
-        False,
+    offload_while_generating: bool | None = Field(
+        None,
+        description="Keep the models in training, their optimizers' state and the reference in CPU memory while the "
+        "same devices generate. None: by the plan when a run starts; without a GPU never.",
+    )
+    reduce_every_micro_batch: bool | None = Field(
+        None,
         description="Reduce gradients after each micro-batch, so that a rank never holds more than its shard of them; "
-        "otherwise it holds all until the last, and reduces once.",
+        "otherwise it holds all until the last, and reduces once. None: by the plan when a run starts.",
     )
     attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
         "auto",
@@ -168,6 +173,10 @@ class FsdpConfig(Section):
         if self.cpu_offload and self.offload_optimizer:
             raise ValueError(
                 "cpu_offload=true keeps the optimizer's state in CPU memory too; take offload_optimizer out"
+            )
+        if self.cpu_offload and self.offload_while_generating:
+            raise ValueError(
+                "cpu_offload=true keeps what is trained in CPU memory at all times; take offload_while_generating out"
             )
         shared = self.sequence_parallel * self.tensor_parallel
         if self.compile_layers is not None and shared > 1:
@@ -295,11 +304,20 @@ class RolloutConfig(Section):
     kv_cache_bytes: int | None = Field(
         None,
         ge=2**20,
-        description="KV cache of each engine, in bytes; if unset, what can be of use, at most a twentieth of a "
-        "machine's memory for all of its ranks.",
+        description="KV cache of each engine, in bytes; if unset, on a GPU by the plan when a run starts, and on a CPU "
+        "what can be of use, at most a twentieth of a machine's memory for all of its ranks.",
     )
     max_num_seqs: int = Field(256, ge=1, description="Sequences that an engine decodes at once.")
-    enforce_eager: bool = Field(True, description="Don't compile the model: starts in seconds, decodes slower.")
+    enable_prefix_caching: bool = Field(
+        True,
+        description="Compute a prompt once for all of its responses, and what turns of an episode share; what other "
+        "weights made is never read.",
+    )
+    enforce_eager: bool | None = Field(
+        None,
+        description="Don't compile the model, and capture no CUDA graphs: starts in seconds, decodes slower. None: "
+        "true on a CPU, false on a GPU.",
+    )
     reshard: Literal["plan", "gather"] = Field(
         "plan",
         description="How trained weights reach the engine, on the same pool or another. plan: a rank gets the slices "
@@ -315,6 +333,11 @@ class RolloutConfig(Section):
         "corrected. 0: each step samples, then learns. From 1 on responses that a step does not wait for go on in the "
         "next ones, with the new weights; with generation on a pool of its own, also while training learns.",
     )
+
+    @property
+    def is_eager(self) -> bool:
+        """``enforce_eager`` once a run has settled it."""
+        return self.enforce_eager is not False
 
 
 class ResidentConfig(Section):

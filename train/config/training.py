@@ -79,8 +79,10 @@ class TrainConfig(Section):
         description="Tokens that a rank computes in one forward and backward pass; a prompt counts once for all of its "
         "responses in it.",
     )
-    activation_checkpointing: bool = Field(
-        False, description="Recompute activations in the backward pass to save memory."
+    activation_checkpointing: bool | None = Field(
+        None,
+        description="Recompute activations in the backward pass to save memory. None: by the plan when a run starts, "
+        "where they don't fit.",
     )
     seed: int = Field(0, description="Seed of sampling and order; the run's own number is mixed in.")
     reward: str | None = Field(
@@ -320,6 +322,7 @@ class TrainConfig(Section):
         _fp8_suits(self)
         _adapters_suit(self)
         _placement_suits(self)
+        _offload_suits(self)
         _ranks_divide(self)
         _shares_are_prompts(self)
         name = self.algorithm.name
@@ -362,7 +365,8 @@ def _backend_suits(config: TrainConfig) -> None:
         ("train.rollout.tensor_parallel_size", rollout.tensor_parallel_size, 1, "shares no layer"),
         ("train.fsdp.tensor_parallel", fsdp.tensor_parallel, 1, "shares no layer"),
         ("train.fsdp.sequence_parallel", fsdp.sequence_parallel, 1, "shares no sequence"),
-        ("train.rollout.enforce_eager", rollout.enforce_eager, True, "compiles nothing"),
+        ("train.rollout.enforce_eager", rollout.is_eager, True, "compiles nothing"),
+        ("train.fsdp.offload_while_generating", bool(fsdp.offload_while_generating), False, own),
         ("train.rollout.reshard", rollout.reshard, "plan", "sends no weights"),
     ):
         if value != possible:
@@ -458,6 +462,15 @@ def _evaluation_suits(config: TrainConfig) -> None:
             f"train.evaluate_suite={config.evaluate_suite} is answered by what samples responses, and this run samples "
             f"nothing (train.algorithm.name={config.algorithm.name}, train.data.traffic_share="
             f"{config.data.traffic_share:g}); take it out"
+        )
+
+
+def _offload_suits(config: TrainConfig) -> None:
+    on = config.placement
+    if config.fsdp.offload_while_generating and config.samples and on.rollout != on.actor:
+        raise ValueError(
+            f"train.fsdp.offload_while_generating=true is for devices that train and generate in turns, and "
+            f"train.placement.rollout={on.rollout} has devices of its own; take it out"
         )
 
 

@@ -81,6 +81,8 @@ def by_tokens(layout: Layout, batch: PackedBatch) -> Split:
 def per_token(layout: Layout, batch: PackedBatch) -> Split:
     """A batch is split as in ``by_tokens``; the answers are per-token tensors, put back in the batch's order."""
     part_of = layout.part_of
+    if max(part_of) == 0:
+        return [batch] * len(part_of), _first
     parts = batch.balanced(max(part_of) + 1)
     selected = [batch.select(part) for part in parts]
 

@@ -42,6 +42,12 @@ class Worker:
         """What each rank has used since ``device``."""
         return Usage(peak_memory())
 
+    def before_call(self, method: str) -> None:
+        """Have at hand what that method of it needs. Nothing, for most."""
+
+    def make_room(self) -> None:
+        """Leave the device to another worker of this process, until something is called of this one."""
+
     def rest(self) -> None:
         """Drop what is of the run that has ended; nothing is called from here on, but ``lend`` of a rollout."""
 
@@ -93,7 +99,9 @@ class Workers:
             ctypes.CDLL(None).malloc_trim(0)
 
     def call(self, role: str, method: str, argument: Any, options: dict[str, Any]) -> Any:
-        return getattr(self.by_role[role], method)(argument, **options)
+        worker = self.by_role[role]
+        worker.before_call(method)
+        return getattr(worker, method)(argument, **options)
 
     def close(self) -> None:
         """All of them, the newest first."""

@@ -67,6 +67,10 @@ class RewardModelTraining(Offline):
         del metrics["learned_length"]  # of what is a response to the packed batch, the last token
         return metrics
 
+    def at_end(self, minibatches: list[PackedBatch]) -> dict[str, float]:
+        """Nothing: a score is no logprob, and nothing is referred to."""
+        return {}
+
     def predicted(self, batch: PackedBatch) -> Tensor:
         """float32 [T]: the score of each sequence, at its last token."""
         scores: Tensor = self.run.groups.actor.scores(batch)

@@ -1,7 +1,7 @@
 """From a Hugging Face folder into FSDP2 shards, and the names and types that it stores them by.
 
-A rank reads of each tensor only the slice that it holds. Where transformers makes a parameter of several stored tensors
-(the experts of most mixtures), rank 0 has transformers load the model and sends the tensors around one by one.
+A rank reads of each tensor only the slice that it holds, also where transformers makes one parameter of several stored
+tensors (the experts of most mixtures): ``train.model.stored_parts``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from safetensors import safe_open
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -28,8 +28,16 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
-from feedback.trusted_code import trusted
 from serve.policies.folder import safetensors_header
+from train.model.stored_parts import (
+    Conversion,
+    StoredPart,
+    common_box,
+    conversion,
+    covers,
+    parts_of,
+    relative,
+)
 
 ADAPTER = ".lora_"
 """In the names of the parameters that no checkpoint holds: the adapter's own."""
@@ -39,13 +47,20 @@ FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float1
 
 
 def remember_names(model: PreTrainedModel, policy: Path) -> None:
-    """Keep on the bare model its class (``made_as``), and under which names ``policy`` stores each parameter, as
-    ``checkpoint_keys`` (``names``).
+    """Keep on the bare model its class (``made_as``), and how ``policy`` stores each parameter: under which names
+    (``checkpoint_keys``), in which parts (``checkpoint_parts``), or as what else (``conversions``).
 
     It must come before ``fully_shard``, which changes the model's class, by which transformers knows its names.
     """
-    model.checkpoint_keys = names(model, list(stored_in(policy)))
     model.made_as = type(model)
+    model.checkpoint_keys, made = names(model, list(stored_in(policy)))
+    model.checkpoint_parts, model.conversions = {}, []
+    shapes = stored_shapes(policy) if made else {}
+    for of in made:
+        if (parts := parts_of(of, shapes)) is not None:
+            model.checkpoint_parts[of.name] = parts
+        else:
+            model.conversions.append(of)
 
 
 def load(
@@ -76,10 +91,20 @@ def load(
         for name, t in held(model)
         if ADAPTER not in name and plain_name(name) not in absent and plain_name(name) not in others
     }
-    if all(keys.get(plain_name(name)) for name in wanted):
-        fill(wanted, read_slices(wanted, keys, files), device)
-    else:
-        fill(wanted, sent_by_rank_0(wanted, policy, model.made_as), device)
+    by_plain = {plain_name(name): name for name in wanted}
+    made = [of for of in model.conversions if of.name in by_plain]
+    whole = {name: t for name, t in wanted.items() if keys.get(plain_name(name))}
+    parts = {name: model.checkpoint_parts.get(plain_name(name), []) for name in wanted.keys() - whole.keys()}
+    fill(wanted, read_slices(whole, keys, files), device)
+    fill(wanted, read_parts({name: (wanted[name], of) for name, of in parts.items() if of}, files, policy), device)
+    found = {*whole, *(name for name, of in parts.items() if of)}
+    for of in made:
+        values = of.run(model, lambda key: read_whole(files[key], key))
+        named = {by_plain[name]: values[name] for name in values.keys() & by_plain.keys()}
+        fill(wanted, own_parts(named, wanted, policy), device)
+        found |= named.keys()
+    if missing := sorted(plain_name(name) for name in wanted.keys() - found):
+        raise ValueError(f"{policy} has no tensors for {missing[:8]}{' …' if len(missing) > 8 else ''}")
 
 
 def stored_tensors(model: nn.Module, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -97,6 +122,8 @@ def stored_as(model: nn.Module, name: str, whole: Tensor) -> Iterable[tuple[str,
     keys: dict[str, list[str]] = model.checkpoint_keys
     if keys.get(name):
         return [(key, whole) for key in keys[name]]
+    if name in model.checkpoint_parts:
+        return [(part.key, part.of(whole)) for part in model.checkpoint_parts[name]]
     converted: dict[str, Tensor] = revert_weight_conversion(model, {name: whole})
     return converted.items()
 
@@ -129,8 +156,9 @@ def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def names(model: PreTrainedModel, keys: list[str]) -> dict[str, list[str]]:
-    """Plain parameter name -> names in a checkpoint that has ``keys``; none for one that is made of several tensors.
+def names(model: PreTrainedModel, keys: list[str]) -> tuple[dict[str, list[str]], list[Conversion]]:
+    """Plain parameter name -> names in a checkpoint that has ``keys``; none for one that is not stored as it is, and
+    what those are made of.
 
     A tied parameter has the keys of all its names. The transforms of transformers that were needed are kept on the
     model, where its ``revert_weight_conversion`` looks for them.
@@ -143,17 +171,21 @@ def names(model: PreTrainedModel, keys: list[str]) -> dict[str, list[str]]:
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     found: dict[str, list[str]] = {name: [] for name in alias.values()}
+    sources: dict[str, list[tuple[str, str]]] = {}
     for key in keys:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, alias)
         if name not in alias and key in alias:
             name, pattern = key, None
         if pattern is None and name in alias:
             found[alias[name]].append(key)
+        elif pattern is not None and name in alias:
+            sources.setdefault(alias[name], []).append((pattern, key))
     for name, of in found.items():
         of.sort(key=lambda key: (key != name, key))
     model._weight_conversions = [t for t in transforms if t.was_used()]
-    return found
+    return found, [conversion(of_pattern[of[0][0]], name, of) for name, of in sources.items()]
 
 
 def stored_in(policy: Path) -> dict[str, Path]:
@@ -173,6 +205,12 @@ def stored_dtypes(policy: Path) -> dict[str, torch.dtype]:
     headers = (safetensors_header(path) for path in set(stored_in(policy).values()))
     entries = ((name, entry["dtype"]) for header in headers for name, entry in header.items())
     return {name: FLOATS[dtype] for name, dtype in entries if dtype in FLOATS}
+
+
+def stored_shapes(policy: Path) -> dict[str, list[int]]:
+    """Tensor name -> the shape that ``policy`` stores it in."""
+    headers = (safetensors_header(path) for path in set(stored_in(policy).values()))
+    return {name: entry["shape"] for header in headers for name, entry in header.items()}
 
 
 def common_dtype(dtypes: Collection[torch.dtype]) -> torch.dtype:
@@ -242,37 +280,43 @@ def read_slices(
                 yield name, stored[own_slice(target)] if target.ndim else file.get_tensor(key)
 
 
-def sent_by_rank_0(wanted: dict[str, Tensor], policy: Path, made_as: Any) -> Iterator[tuple[str, Tensor]]:
-    """(name, this rank's part), of tensors that rank 0 has transformers load (in the stored dtype) and sends whole."""
-    failure: list[str | None] = [None]
-    state: dict[str, Tensor] = {}
-    if torch.distributed.get_rank() == 0:
-        try:
-            state = converted(policy, {plain_name(name) for name in wanted}, made_as)
-        except Exception as error:  # noqa: BLE001  the other ranks wait: tell them, and all raise
-            failure = [f"{type(error).__name__}: {error}"]
-    torch.distributed.broadcast_object_list(failure, src=0)
-    if failure[0] is not None:
-        raise ValueError(f"rank 0 could not load {policy}: {failure[0]}")
-    dtypes: list[dict[str, torch.dtype]] = [{name: tensor.dtype for name, tensor in state.items()}]
-    torch.distributed.broadcast_object_list(dtypes, src=0)
-    for name, target in wanted.items():
-        plain = plain_name(name)
-        whole = state[plain].contiguous() if state else torch.empty(target.shape, dtype=dtypes[0][plain])
-        require_shape(plain, list(whole.shape), target, policy)
-        torch.distributed.broadcast(whole, src=0)
-        yield name, whole[own_slice(target)]
+def read_parts(
+    wanted: dict[str, tuple[Tensor, list[StoredPart]]], files: dict[str, Path], policy: Path
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, this rank's part) of parameters that are stored in parts: what its shard meets of each, and no more."""
+    for name, (target, parts) in wanted.items():
+        if not covers(parts, target.shape):
+            raise ValueError(
+                f"{policy}: the {len(parts)} tensors that {plain_name(name)} is made of, {parts[0].key} to "
+                f"{parts[-1].key}, are not all of its shape {list(target.shape)}"
+            )
+        own = own_slice(target)
+        by_file: dict[Path, list[tuple[StoredPart, tuple[slice, ...]]]] = {}
+        for part in parts:
+            if (common := common_box(part.box, own)) is not None:
+                by_file.setdefault(files[part.key], []).append((part, common))
+        local: Tensor | None = None
+        for path, of_file in by_file.items():
+            with safe_open(path, framework="pt") as file:
+                for part, common in of_file:
+                    values = file.get_slice(part.key)[part.within(common)]
+                    if local is None:
+                        local = values.new_empty([s.stop - s.start for s in own])
+                    part.as_stored(local[relative(common, own)]).copy_(values)
+        yield name, torch.empty([s.stop - s.start for s in own]) if local is None else local
 
 
-def converted(policy: Path, wanted: set[str], made_as: Any) -> dict[str, Tensor]:
-    """The policy's tensors as transformers makes them, by the model's names."""
-    model_class = made_as if is_own(made_as) else AutoModelForCausalLM
-    whole, info = model_class.from_pretrained(
-        policy, dtype="auto", output_loading_info=True, trust_remote_code=trusted(policy)
-    )
-    if missing := sorted(set(info["missing_keys"]) & wanted):
-        raise ValueError(f"{policy} has no tensors for {missing[:8]}{' …' if len(missing) > 8 else ''}")
-    return {name: tensor.detach() for name, tensor in held(whole)}
+def own_parts(values: dict[str, Tensor], wanted: dict[str, Tensor], where: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, this rank's part) of whole values."""
+    for name, whole in values.items():
+        require_shape(plain_name(name), list(whole.shape), wanted[name], where)
+        yield name, whole[own_slice(wanted[name])]
+
+
+def read_whole(path: Path, key: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(key)
+        return tensor
 
 
 def require_shape(key: str, stored: list[int], target: Tensor, where: Path) -> None:

@@ -12,12 +12,15 @@ from train.model.hf_io import plain_name
 
 
 def placement_for(model: nn.Module, shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """FSDP2's ``shard_placement_fn``: row-parallel weights on dim 1 where ``shards`` divides it, all others on dim 0.
+    """FSDP2's ``shard_placement_fn``: row-parallel weights on dim 1 where ``shards`` divides it, others on dim 0.
 
     Tensor parallelism slices the weight of a row-parallel layer, stored [out, in], on dim 1 (Megatron-LM,
     arXiv 1909.08053, section 3). A shard on that dimension lies inside one slice, one on dim 0 crosses all of them.
     Which layers those are is what the model's own tensor-parallel plan calls ``rowwise``; a model without a plan is
     sharded on dim 0 throughout. FSDP2 shards other dimensions than the first only evenly.
+
+    Experts in one parameter are sharded by expert, or each on its rows if there are not as many for each rank: of 8
+    experts on 64 ranks, 56 would hold nothing.
 
     Args:
         model: a Hugging Face model, before ``fully_shard``; with or without wrappers around its layers.
@@ -32,6 +35,7 @@ def placement_for(model: nn.Module, shards: int) -> Callable[[nn.Parameter], Sha
         and parameter.shape[1] % (shards * slices_of(parameter)) == 0
         and any(pattern.fullmatch(plain_name(name)) for pattern in rows)
     }
+    chosen |= {p for p in model.parameters() if p.ndim == 3 and p.shape[0] % shards and p.shape[1] % shards == 0}
     return lambda parameter: Shard(1) if parameter in chosen else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +97,12 @@ def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         for key, value in state.items():
             if isinstance(value, Tensor) and value.ndim:
                 state[key] = value.to(device)
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """The state of every parameter, but for numbers."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, Tensor) and value.ndim)
 
 
 def _adamw_8bit(groups: Groups, config: OptimizerConfig, learning_rate: float) -> torch.optim.Optimizer:

@@ -1,13 +1,14 @@
 """Muon for the matrices of a sharded model, AdamW for all else, in one optimizer.
 
 Muon (Keller Jordan, kellerjordan.github.io/posts/muon) orthogonalises the momentum of a matrix, which takes all of it.
-So matrices are gathered, each rank computes the update of one, by ``torch.optim.Muon``, and sends it to all, who apply
-their slices (as in arXiv 2502.16982, section 2.3). The momentum is sharded as the matrix is. The scale of an update is
-that paper's (section 2.2), with which the learning rate and weight decay of AdamW suit.
+So matrices are gathered, each rank computes the update of one, as ``torch.optim.Muon`` does, and sends it to all, who
+apply their slices (as in arXiv 2502.16982, section 2.3). The momentum is sharded as the matrix is. The scale of an
+update is that paper's (section 2.2), with which the learning rate and weight decay of AdamW suit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -19,6 +20,8 @@ from train.model.hf_io import as_parameter, own_slice, whole_tensor
 
 MOMENTUM: Final = 0.95
 """As in arXiv 2502.16982."""
+_COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
+_ITERATIONS: Final = 5
 
 
 class Muon(torch.optim.Optimizer):
@@ -81,7 +84,8 @@ class Muon(torch.optim.Optimizer):
                 update = own
             else:
                 update = torch.empty(p.shape, dtype=p.dtype, device=self._device)
-            torch.distributed.broadcast(update, src=owner)
+            if torch.distributed.get_world_size() > 1:
+                torch.distributed.broadcast(update, src=owner)
             assert isinstance(p, DTensor)
             part = p.to_local()
             part.mul_(1 - group["lr"] * group["weight_decay"])
@@ -100,13 +104,23 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:
-    """What ``torch.optim.Muon`` takes from a parameter of zeros in its first step at a learning rate of 1."""
-    taken = nn.Parameter(torch.zeros_like(matrix))
-    taken.grad = matrix
-    torch.optim.Muon(
-        [taken], lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-    ).step()
-    return taken.detach().neg_()
+    """The update of a matrix at a learning rate of 1, computed in bfloat16: its singular vectors, at about one length.
+
+    Newton and Schulz's iteration, with Keller Jordan's coefficients, as in ``torch.optim.Muon``, to make one of which
+    for each matrix would take a fifth as long as the iteration of a small one.
+    """
+    a, b, c = _COEFFICIENTS
+    x = matrix.bfloat16()
+    is_tall = x.shape[0] > x.shape[1]
+    if is_tall:
+        x = x.T
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if is_tall:
+        x = x.T
+    return x.to(matrix.dtype).mul_(0.2 * math.sqrt(max(matrix.shape))).contiguous()
 
 
 def orthogonalisation_flops(rows: int, columns: int) -> int:

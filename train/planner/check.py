@@ -23,6 +23,7 @@ from serve.vllm.adapters.slots import server_places_bytes
 from train.config.context_length import rollout_cache
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
+from train.planner.defaults import decide, with_values
 from train.planner.machine import Machine
 from train.planner.plan import NothingFits, Phase, Workload, candidates, choose, plan
 
@@ -95,11 +96,11 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
         return Finding("unplanned", "train.placement.pools has a pool without GPUs, beside others")
     models = models_of(read_config(policy, config.model), config, machine.kind)
     work = Workload.of(config, prompt_tokens=1)
-    started = config
-    if config.samples:
-        with TemporaryDirectory() as aside:
-            size = rollout_cache(config, model_folder(config.model, policy, Path(aside))).size
-        started = config.model_copy(update={"rollout": config.rollout.model_copy(update={"kv_cache_bytes": size})})
+    with TemporaryDirectory() as aside:
+        folder = model_folder(config.model, policy, Path(aside))
+        started = decide(config, folder, machine, models).config  # as the run does
+        if config.samples:
+            started = with_values(started, {"rollout.kv_cache_bytes": rollout_cache(started, folder).size})
     found = plan(started, models, machine, work)
 
     def share(phase: Phase, whole: int) -> int:
@@ -111,7 +112,8 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
 
     kept = found.offloaded * config.ranks_of(config.placement.actor)
     if machine.kind == "cuda" and kept > host:
-        what = "offload_optimizer" if config.fsdp.offload_optimizer else "cpu_offload"
+        offloads = ("offload_optimizer", "offload_while_generating")
+        what = next((name for name in offloads if getattr(started.fsdp, name)), "cpu_offload")
         text = f"train.fsdp.{what} keeps {size_text(kept)} in the host's memory, which is {size_text(host)}"
         less = "" if config.lora else "train adapters (train.lora), or "
         return Finding(_level(kept, host, FAR["cpu"] * host), text, f"{less}use a machine with more memory")
@@ -183,7 +185,13 @@ def _opened(config: TrainConfig, *, offload: bool = True) -> TrainConfig:
     ranks = [] if len(config.placement.pools) > 1 else ["ranks"]
     fsdp = config.fsdp if offload else config.fsdp.model_copy(update={"cpu_offload": False})
     parts = {
-        "fsdp": _unset(fsdp, "reduce_every_micro_batch", "tensor_parallel", *(["cpu_offload"] if offload else [])),
+        "fsdp": _unset(
+            fsdp,
+            "reduce_every_micro_batch",
+            "offload_while_generating",
+            "tensor_parallel",
+            *(["cpu_offload"] if offload else []),
+        ),
         "rollout": _unset(config.rollout.model_copy(update={"kv_cache_bytes": None}), "tensor_parallel_size"),
     }
     return _unset(config.model_copy(update=parts), "micro_batch_tokens", "activation_checkpointing", *ranks)

@@ -26,7 +26,7 @@ class Machine:
     bytes that it sends to others of its node; ``network``: to other nodes; ``host``: to the host's memory;
     ``host_memory``: of the host's memory, its share. ``flops_share``, ``bandwidth_share``, ``link_share``: of those
     peaks that is reached. ``float32_share``: of the flops, in float32. ``layer_s``: the least that a decoder layer
-    takes to generate a token, as its kernels are started one by one.
+    takes to generate a token, as its kernels are started one by one; ``graph_layer_s``: where CUDA graphs start them.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Machine:
     link_share: float = 0.7
     float32_share: float = 0.5
     layer_s: float = 3e-4
+    graph_layer_s: float = 5e-5
     kind: str = "cuda"
     swap: int = 0
 

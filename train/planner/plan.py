@@ -25,6 +25,9 @@ MEMORY_SIZES: Final = (24, 40, 48, 80, 96, 141, 192, 288)
 """Of devices that there are, GB."""
 
 KV_STEP: Final = GIB // 4
+GRAPHS: Final = GIB // 2
+"""That CUDA graphs take on a device, also while the engine sleeps; an estimate."""
+
 _PREFILLED: Final = 8192  # tokens that vLLM computes in a step, and is started with once to see what that takes
 _KV_LEAST: Final = 16 * 2**20
 
@@ -121,16 +124,24 @@ class Plan:
         config = self.config
         rollout = {"train.rollout.kv_cache_bytes": self.kv_bytes}
         if config.rollout.backend == "vllm":
-            rollout = {"train.rollout.tensor_parallel_size": config.rollout.tensor_parallel_size} | rollout
+            rollout = {
+                "train.rollout.tensor_parallel_size": config.rollout.tensor_parallel_size,
+                "train.rollout.enforce_eager": self.is_eager,
+                "train.fsdp.offload_while_generating": bool(config.fsdp.offload_while_generating),
+            } | rollout
         return {
             "train.ranks": config.ranks,
             "train.micro_batch_tokens": config.micro_batch_tokens,
-            "train.activation_checkpointing": config.activation_checkpointing,
-            "train.fsdp.reduce_every_micro_batch": config.fsdp.reduce_every_micro_batch,
+            "train.activation_checkpointing": bool(config.activation_checkpointing),
+            "train.fsdp.reduce_every_micro_batch": bool(config.fsdp.reduce_every_micro_batch),
             "train.fsdp.cpu_offload": config.fsdp.cpu_offload,
             "train.fsdp.tensor_parallel": config.fsdp.tensor_parallel,
             **(rollout if config.samples else {}),
         }
+
+    @property
+    def is_eager(self) -> bool:
+        return is_eager(self.config, self.machine)
 
     @property
     def peak(self) -> Phase:
@@ -142,7 +153,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """That the ranks of a node keep in the host's memory, with train.fsdp.cpu_offload or offload_optimizer."""
+        """That the ranks of a node keep in the host's memory, by train.fsdp's settings of offload."""
         return self.offloaded * min(self.machine.devices, self.machine.node_devices)
 
     @property
@@ -152,6 +163,12 @@ class Plan:
     @property
     def slowest(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.cost.seconds)
+
+
+def is_eager(config: TrainConfig, machine: Machine) -> bool:
+    """Whether vLLM captures no CUDA graphs: on a CPU, or if it is set."""
+    eager = config.rollout.enforce_eager
+    return machine.kind == "cpu" if eager is None else eager
 
 
 def micro_batches(work: Workload, ranks: int, tokens: int) -> tuple[int, Batch, Batch]:
@@ -182,8 +199,9 @@ def plan(config: TrainConfig, models: Models, machine: Machine, work: Workload) 
 def choose(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Plan:
     """The fastest plan that fits, of the settings that ``config`` leaves open (those that it sets stay).
 
-    Chosen are micro-batch, activation checkpointing, when gradients are reduced, offload, and the tensor parallelism of
-    training and of generation; of what is as fast, what needs less.
+    Chosen are micro-batch, activation checkpointing, when gradients are reduced, offload, what waits in the host's
+    memory while the policy generates, and the tensor parallelism of training and of generation; of what is as fast,
+    what needs less.
 
     Raises:
         NothingFits: none does.
@@ -319,17 +337,24 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
     most = min(machine.node_devices, engines)
     tensor_parallel = [t for t in TENSOR_PARALLEL if engines % t == 0 and heads % t == 0 and t <= most]
     slices = _slices(config, models, machine, ranks)
+    packs = any(lora is not None and lora.base is not None for lora in (config.lora, config.algorithm.critic.lora))
+    if packs or (config.fp8 is not None and config.fp8.training is not None):
+        slices = [1]  # as the settings are checked
+    in_turns = config.samples and rollout.backend == "vllm" and config.placement.rollout == config.placement.actor
     if config.samples and rollout.backend == "hf":  # which shares no layer
         tensor_parallel = slices = [1]
     choices = (
         _open(config, "micro_batch_tokens", [n for n in MICRO_BATCHES if n >= longest] or [longest]),
         _open(config, "activation_checkpointing", [False, True]),
         _open(fsdp, "reduce_every_micro_batch", [False, True]),
-        _open(fsdp, "cpu_offload", [False] if cpu or fsdp.offload_optimizer else [False, True]),
+        _open(fsdp, "cpu_offload", [False] if cpu or fsdp.offload_optimizer or packs else [False, True]),
         _open(rollout, "tensor_parallel_size", tensor_parallel),
         _open(fsdp, "tensor_parallel", slices),
+        _open(fsdp, "offload_while_generating", [False, True] if in_turns and not cpu else [False]),
     )
-    for tokens, checkpointing, reduce, offload, t, cut in itertools.product(*choices):
+    for tokens, checkpointing, reduce, offload, t, cut, away in itertools.product(*choices):
+        if offload and away:
+            continue  # all of it is in the host's memory at all times
         if engines % t or (config.placement.rollout == config.placement.actor and (ranks // fsdp.replicas) % t):
             continue  # an engine would cross replicas
         if config.placement.rollout == config.placement.actor and t % cut and cut % t:
@@ -344,6 +369,7 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
                         "reduce_every_micro_batch": reduce,
                         "cpu_offload": offload,
                         "tensor_parallel": cut,
+                        "offload_while_generating": away,
                     }
                 ),
                 "rollout": rollout.model_copy(update={"tensor_parallel_size": t}),
@@ -367,7 +393,8 @@ def _slices(config: TrainConfig, models: Models, machine: Machine, ranks: int) -
 
 def _open(section: Any, name: str, values: list[Any]) -> list[Any]:
     """What to choose from: the values, or what the section has where somebody set it."""
-    return [getattr(section, name)] if name in section.model_fields_set else values
+    value = getattr(section, name)
+    return values if value is None or name not in section.model_fields_set else [value]
 
 
 @dataclass(frozen=True)
@@ -395,6 +422,7 @@ class _Planner:
             **({"critic": on.critic or on.actor} if models.critic is not None else {}),
             **({"rollout": on.rollout} if config.samples else {}),
         }
+        self.eager = is_eager(config, machine)
         self.shares_actor = config.lora is not None and on.reference == on.actor
         minibatch = replace(work, prompts=-(-work.prompts // config.minibatches))
         parallel = config.fsdp.sequence_parallel
@@ -413,13 +441,16 @@ class _Planner:
             if beside:
                 phases = [self._beside_engine(phase, kv) for phase in phases]
             phases = [*self._sampling(kv), *phases]
+            if self._graphs:
+                phases = [self._beside_graphs(phase) for phase in phases]
         share = min(1.0, 1.1 * (self._engine_weights + kv) / self.machine.memory)
         return Plan(self.machine, self.config, tuple(phases), self.count, kv, share, self._offloaded())
 
     def least_seconds(self, generation: float) -> float:
         """That the plan may take, if generation takes so many."""
         sync = [self._sync_cost().seconds] if "rollout" in self.pools and self._is_engine else []
-        return sum([generation, *sync, *(each.cost.seconds for each in self.passes)])
+        away = self._parked_bytes() * 2 / self.machine.host
+        return sum([generation, away, *sync, *(each.cost.seconds for each in self.passes)])
 
     def least_generation(self) -> float:
         """Seconds of generation, whatever room there is for a KV cache; 0 if nothing is sampled."""
@@ -482,8 +513,8 @@ class _Planner:
             slices=self.slices,
             itemsize=self.itemsize,
             frozen_itemsize=frozen,
-            checkpointing=config.activation_checkpointing,
-            reduce_every_micro_batch=config.fsdp.reduce_every_micro_batch,
+            checkpointing=bool(config.activation_checkpointing),
+            reduce_every_micro_batch=bool(config.fsdp.reduce_every_micro_batch),
             micro_batches=self.count,
             host=config.fsdp.cpu_offload and self.machine.kind != "cpu",
             gloo=self.machine.kind == "cpu",
@@ -502,8 +533,8 @@ class _Planner:
         return held(self._model(role).shape, how)
 
     def _offloaded(self) -> int:
-        """Bytes of a rank in the host's memory: weights, gradients and moments, or these alone."""
-        total = 0
+        """Bytes of a rank in the host's memory: weights, gradients and moments, or these alone; or what waits there."""
+        total = self._parked_bytes()
         for role in self.held:
             shape, how = self._model(role).shape, self._how(role)
             if not how.host:
@@ -513,6 +544,19 @@ class _Planner:
             else:
                 total += memory.held(shape, how).total() + memory.MASTER * shape.trained // how.shards
         return total
+
+    @property
+    def _parks(self) -> bool:
+        """Whether training's models wait in the host's memory while the same devices generate."""
+        in_turns = "rollout" in self.pools and self._is_engine and not self._own_pool
+        return bool(self.config.fsdp.offload_while_generating) and in_turns and self.machine.kind != "cpu"
+
+    def _parked_bytes(self) -> int:
+        """Of a rank, that go to the host's memory before generation and come back."""
+        if not self._parks:
+            return 0
+        pool = self.pools["rollout"]
+        return sum(held.total() for role, held in self.held.items() if self.pools[role] == pool)
 
     # ------------------------------------------------------------------------------------------------- sampling
 
@@ -571,13 +615,23 @@ class _Planner:
         length = self.work.prompt_tokens + self.work.response_tokens + 128  # vLLM's blocks are not shared
         useful = int(1.05 * at_once * length * self._token_bytes())
         taken = [self._engine_phase(0).total(), *(self._beside_engine(phase, 0).bytes for phase in beside)]
-        free = self.machine.usable - max(taken)
+        free = self.machine.usable - max(taken) - self._graphs
         least = (length + 128) * self._token_bytes()  # one sequence at a time
         return max(least, _KV_LEAST, min(useful, free // KV_STEP * KV_STEP))
 
+    @property
+    def _graphs(self) -> int:
+        return GRAPHS if self._is_engine and not self.eager and self.machine.kind != "cpu" else 0
+
+    def _beside_graphs(self, phase: Phase) -> Phase:
+        if phase.pool != self.pools["rollout"]:
+            return phase
+        return replace(phase, memory={**phase.memory, "rollout graphs": self._graphs})
+
     def _engine_phase(self, kv: int) -> Counter[str]:
         engine = Counter(weights=self._engine_weights, kv_cache=kv, buffers=self._engine_buffers)
-        held = self._beside("rollout", self.pools["rollout"]) + _named("rollout", engine)
+        beside = Counter[str]() if self._parks else self._beside("rollout", self.pools["rollout"])
+        held = beside + _named("rollout", engine)
         if self._is_engine:
             return held
         shape, how = self._model("actor").shape, self._how("actor")
@@ -588,7 +642,10 @@ class _Planner:
         pool, shape = self.pools["rollout"], self.models.policy.shape
         tokens = self.work.prompt_tokens + self.work.response_tokens
         concurrent = min(self.config.rollout.max_num_seqs, kv // (tokens * self._token_bytes()))
-        yield Phase("generate", pool, dict(self._engine_phase(kv)), self._generation_cost(concurrent))
+        cost = self._generation_cost(concurrent)
+        if self._parks:
+            cost = cost.after(2 * self._parked_bytes(), self.machine.host)
+        yield Phase("generate", pool, dict(self._engine_phase(kv)), cost)
         if not self._is_engine:
             return
         bucket = self.config.rollout.reshard_bucket_bytes
@@ -599,13 +656,19 @@ class _Planner:
             bucket += 2 * self.itemsize * largest  # as it is gathered, and put together
         sync = _named("rollout", Counter(weights=self._engine_weights, buffers=bucket))
         beside = self._beside("rollout", pool)
+        if self._parks:  # but for the weights that are read
+            beside = _named("actor", Counter(weights=self.held["actor"]["weights"]))
         yield Phase("weight sync", pool, dict(beside + sync), self._sync_cost())
 
     def _generation_cost(self, concurrent: int) -> Cost:
         """Of a step's sequences, so many of which are decoded at once."""
         shape = self.models.policy.shape
-        work = Generation(self._sequences, concurrent, self.work.prompt_tokens, self.work.response_tokens)
-        cost = step_time.generation_cost(shape, work, self.machine, tensor_parallel=self.t, itemsize=self.itemsize)
+        once = self._is_engine and self.config.rollout.enable_prefix_caching
+        prefills = -(-self._sequences // self.work.group_size) if once else self._sequences
+        work = Generation(self._sequences, concurrent, prefills, self.work.prompt_tokens, self.work.response_tokens)
+        cost = step_time.generation_cost(
+            shape, work, self.machine, tensor_parallel=self.t, itemsize=self.itemsize, eager=self.eager
+        )
         if self._is_engine:
             return cost
         how = self._how("actor")  # each token's pass gathers all weights

@@ -133,36 +133,38 @@ def sync_bytes(shape: ModelShape, ranks: int, tensor_parallel: int, itemsize: in
 
 @dataclass(frozen=True)
 class Generation:
-    """What an engine generates in a step. ``concurrent``: sequences that it decodes at once."""
+    """What an engine generates in a step. ``concurrent``: sequences that it decodes at once; ``prefills``: prompts that
+    it computes."""
 
     sequences: int
     concurrent: int
+    prefills: int
     prompt_tokens: int
     response_tokens: int
 
 
 def generation_cost(
-    shape: ModelShape, work: Generation, machine: Machine, *, tensor_parallel: int, itemsize: int
+    shape: ModelShape, work: Generation, machine: Machine, *, tensor_parallel: int, itemsize: int, eager: bool
 ) -> Cost:
     """Prefill computes; decoding reads all weights and the keys and values of all sequences for each token.
 
     Pope et al., arXiv 2211.05102, section 2: the time of a step of decoding is the larger of its products and of what
-    it reads. Each of the n responses to a prompt prefills it, as prefix caching is off. Under tensor parallelism two
-    all-reduces a layer pass 2 (t - 1)/t of a token's hidden state (Megatron-LM, arXiv 1909.08053, section 3).
+    it reads. Under tensor parallelism two all-reduces a layer pass 2 (t - 1)/t of a token's hidden state (Megatron-LM,
+    arXiv 1909.08053, section 3). ``eager``: kernels are started one by one.
     """
     t, rate = tensor_parallel, machine.matrix_flops(itemsize)
-    prefill = 2.0 * shape.active * work.prompt_tokens * work.sequences / t / rate
+    prefill = 2.0 * shape.active * work.prompt_tokens * work.prefills / t / rate
     waves = -(-work.sequences // max(1, work.concurrent))
     at_once = -(-work.sequences // waves)
     length = work.prompt_tokens + work.response_tokens / 2
     read = itemsize * shape.parameters / t + at_once * length * shape.key_value_bytes(itemsize, t)
     reading = read / (machine.bandwidth * machine.bandwidth_share)
     computing = 2.0 * shape.active * at_once / t / rate
-    starting = len(shape.layers) * machine.layer_s
+    starting = len(shape.layers) * (machine.layer_s if eager else machine.graph_layer_s)
     passed = 4 * len(shape.layers) * shape.hidden * itemsize * (t - 1) / t
     sending = at_once * passed / machine.slowest_link(t)
     token = max(reading, computing, starting) + sending
-    moved = int(passed * (work.prompt_tokens + work.response_tokens) * work.sequences)
+    moved = int(passed * (work.prompt_tokens * work.prefills + work.response_tokens * work.sequences))
     names = {reading: "memory bandwidth", computing: "compute", starting: "starting kernels"}
     return Cost(prefill + waves * work.response_tokens * token, moved, names[max(names)])
 

@@ -38,6 +38,7 @@ class Responses:
         engine: vLLM's LLMEngine.
         params: makes vLLM's sampling parameters of a request.
         to_sample: reads a completion, of the prompt's token ids.
+        salt: what prefixes are cached under that are computed now.
         adapter: the number of the engine's adapter that samples; None: its weights do.
     """
 
@@ -46,9 +47,11 @@ class Responses:
         engine: Any,
         params: Callable[[Request], Any],
         to_sample: Callable[[Any, list[int]], Sample],
+        salt: Callable[[], str],
         adapter: int | None = None,
     ) -> None:
-        self._engine, self._params, self._to_sample, self._adapter = engine, params, to_sample, adapter
+        self._engine, self._params, self._to_sample = engine, params, to_sample
+        self._salt, self._adapter = salt, adapter
         self._under_way: dict[str, Request] = {}
 
     @property
@@ -58,7 +61,8 @@ class Responses:
     samples = busy
 
     def start(self, request: Request) -> None:
-        add_request(self._engine, request.key, request.prompt, self._params(request), adapter=self._adapter)
+        params, salt = self._params(request), self._salt()
+        add_request(self._engine, request.key, request.prompt, params, cache_salt=salt, adapter=self._adapter)
         self._under_way[request.key] = request
 
     def step(self) -> dict[str, Sample]:

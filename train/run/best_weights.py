@@ -31,6 +31,7 @@ class Best:
         """Put what stands in ``folder`` into a run's folder; the answer is that of the export that wrote it."""
 
         def place(source: str, to: str) -> None:
+            Path(to).unlink(missing_ok=True)  # of a publishing that was killed: it may be the same file
             (link_or_copy if source.endswith(".safetensors") else shutil.copy2)(source, to)
 
         shutil.copytree(

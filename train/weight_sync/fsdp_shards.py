@@ -13,22 +13,50 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from train.model.hf_io import own_slice
 from train.model.lora import merged_parameters
+from train.model.stored_parts import StoredPart, common_box, relative
 from train.weight_sync.slices import Held, ReshardError, numel, shards_of
 
 
 def placed(model: nn.Module) -> dict[str, Held]:
     """Where each trained tensor lies, adapters merged, by the names that checkpoints have; each tied one once.
 
-    Every rank must call it. Raises ReshardError for a placement other than shards and replicas.
+    What a checkpoint stores in parts (experts) comes part by part. Every rank must call it. Raises ReshardError for a
+    placement other than shards and replicas.
     """
-    return {name: place(name, tensor) for name, tensor in merged_parameters(model)}
+    held: dict[str, Held] = {}
+    for name, tensor in merged_parameters(model):
+        whole = place(name, tensor)
+        held |= {part.key: _part_of(whole, part) for part in _parts(model, name)} or {name: whole}
+    return held
 
 
 def shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, this rank's shard) in the order of ``placed``; merging is a collective, so every rank must take all."""
     for name, tensor in merged_parameters(model):
         tensor = tensor.detach()
-        yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local, parts = tensor.to_local() if isinstance(tensor, DTensor) else tensor, _parts(model, name)
+        if not parts:
+            yield name, local
+            continue
+        own = own_slice(tensor)
+        for part in parts:
+            common = common_box(part.box, own)
+            yield part.key, local.new_empty(0) if common is None else part.as_stored(local[relative(common, own)])
+
+
+def _parts(model: nn.Module, name: str) -> list[StoredPart]:
+    parts: dict[str, list[StoredPart]] = model.checkpoint_parts
+    return parts.get(name, [])
+
+
+def _part_of(held: Held, part: StoredPart) -> Held:
+    """Where a part is of a parameter that lies there."""
+    found = []
+    for box, holders in held.shards:
+        if (common := common_box(part.box, tuple(slice(*span) for span in box))) is not None:
+            found.append((tuple((s.start, s.stop) for s in part.within(common)), holders))
+    whole = part.within(part.box)
+    return Held(tuple(s.stop for s in whole), tuple(found))
 
 
 def place(name: str, tensor: Tensor) -> Held:

@@ -39,10 +39,10 @@ def load_whole(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        from serve.vllm.weight_update import finish_reload
+        from serve.vllm.weight_update import experts_packed_again, finish_reload
 
         target, config = worker.get_model(), worker.vllm_config
-        with torch.no_grad(), set_current_vllm_config(config):
+        with torch.no_grad(), set_current_vllm_config(config), experts_packed_again(target):
             initialize_layerwise_reload(target)
             dtype = config.model_config.dtype
             target.load_weights((name, t.to(dtype)) for name, t in tensors)

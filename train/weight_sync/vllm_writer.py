@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
+from serve.vllm.weight_update import experts_packed_again
 from train.weight_sync.loader_tracing import LoaderTrace, Need
 from train.weight_sync.slices import Box
 
@@ -49,7 +50,8 @@ class LiveWeights:
         """All weights of the layer are there: prepare it."""
         module = self._layers[layer]
         if layer in self._open:
-            _layerwise_process(module, get_layerwise_info(module))
+            with experts_packed_again(module):
+                _layerwise_process(module, get_layerwise_info(module))
             self._open.discard(layer)
         else:
             _prepare(module)

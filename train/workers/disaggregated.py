@@ -104,7 +104,7 @@ class ReceivingRollout(RolloutWorker):
                 bucket = self.config.rollout.reshard_bucket_bytes
                 self.weight_sync = WeightSync(None, self.llm, group, bucket_bytes=bucket)
             self.weight_sync.run()
-        self._label(version)
+        self._begin(version)
 
     def rest(self) -> None:
         super().rest()

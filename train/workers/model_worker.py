@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,17 +22,18 @@ from train.config.training import TrainConfig
 from train.controller.dispatch import dispatch, to_all, to_all_gathered
 from train.controller.usage import Usage, peak_memory
 from train.controller.worker import Worker
+from train.host_memory.parking_worker import ParkingWorker
 from train.model.fsdp import log_once, rows_for
 from train.model.mesh import Meshes, make_meshes, mesh_sizes
 from train.model.tensor_parallel import share_random_state
-from train.optimizers.build import make_optimizer, move_state
+from train.optimizers.build import make_optimizer, move_state, tensors_of
 from train.optimizers.schedule import share_of_peak
 
 MicroLoss = Callable[[PackedBatch], tuple[Loss, Tensor]]
 """Of a micro-batch: its loss with what to log, and the model's output that the loss is of, float32 [T]."""
 
 
-class TrainedWorker(Worker):
+class TrainedWorker(ParkingWorker):
     """One FSDP rank of a model in training, with its optimizer."""
 
     saver: Saver
@@ -61,6 +62,10 @@ class TrainedWorker(Worker):
         self.saver.ended(wait=True)
         for name in ("model", "optimizer", "schedule", "algorithm"):
             vars(self).pop(name, None)
+        super().rest()
+
+    def state_tensors(self) -> Iterable[Tensor]:
+        return tensors_of(self.optimizer)
 
     def build(self) -> nn.Module:
         """The sharded model, of ``policy``."""
@@ -74,7 +79,7 @@ class TrainedWorker(Worker):
             "meshes": self.meshes,
             "options": self.config.fsdp,
             "fp8": self.config.fp8,
-            "activation_checkpointing": self.config.activation_checkpointing,
+            "activation_checkpointing": bool(self.config.activation_checkpointing),
         }
 
     @property
@@ -110,7 +115,7 @@ class TrainedWorker(Worker):
         assert isinstance(self.model, FSDPModule)
         for i, (sequences, micro) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
-            self.model.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
+            self.model.set_requires_gradient_sync(last or bool(self.config.fsdp.reduce_every_micro_batch))
             counts = len(sequences) > 0
             (loss, health), output = loss_of(micro)
             if counts:
@@ -216,6 +221,8 @@ def equal_count(batch: PackedBatch, tokens: int) -> list[tuple[Tensor, PackedBat
     count = torch.tensor(len(batch.micro_batches(tokens)))
     torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
     groups = batch.micro_batches(tokens, at_least=int(count))
+    if len(groups) == count == 1:
+        return [(groups[0], batch)]
     idle = (torch.empty(0, dtype=torch.int64), batch.select(batch.units()[0]))
     return [(group, batch.select(group)) for group in groups] + [idle] * (int(count) - len(groups))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from train.batch.packed import PackedBatch
 from train.config.training import TrainConfig
 from train.controller.dispatch import dispatch, per_token
-from train.controller.worker import Worker
+from train.host_memory.parking_worker import ParkingWorker
 from train.model.fsdp import build
 from train.model.lora import adapters_off
 from train.own_model.model_class import maker
@@ -20,7 +21,7 @@ from train.workers.actor import ActorWorker, forward_log_probs
 from train.workers.model_worker import meshes_of
 
 
-class ReferenceWorker(Worker):
+class ReferenceWorker(ParkingWorker):
     """One FSDP rank of the frozen parent policy."""
 
     def __init__(self, *, policy: Path, config: TrainConfig, **peers: Any) -> None:
@@ -45,6 +46,15 @@ class ReferenceWorker(Worker):
 
     def rest(self) -> None:
         vars(self).pop("model", None)
+        super().rest()
+
+    def weight_tensors(self) -> Iterable[Tensor]:
+        return () if self.shared else self.model.parameters()
+
+    def before_call(self, method: str) -> None:
+        super().before_call(method)
+        if self.shared:
+            self.peers["actor"].before_call(method)
 
     @dispatch(per_token)
     def log_probs(self, batch: PackedBatch) -> Tensor:

@@ -158,9 +158,10 @@ def rollout_engine(config: TrainConfig, policy: Policy, model: Path) -> dict[str
         "max_model_len": cache.max_model_len,
         "max_num_seqs": r.max_num_seqs,
         "max_num_batched_tokens": None,
-        "enforce_eager": r.enforce_eager,
+        "enforce_eager": r.is_eager,
         "extra": {} if config.fp8 is None or config.fp8.rollout is None else {"quantization": config.fp8.rollout},
         "kv_cache_bytes": cache.size,
+        "enable_prefix_caching": r.enable_prefix_caching,
         "labels_tokens": r.staleness > 0,  # it schedules no step ahead then
         "adapters": [config.lora.rank, config.lora.target_modules]
         if config.lora and config.generates_beside_adapters

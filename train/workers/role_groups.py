@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from serve.vllm.boot import engine_variables
 from train import algorithms
 from train.config.placement import PlacementConfig
@@ -219,10 +221,13 @@ def sizes(config: TrainConfig, pool: str) -> dict[str, Any]:
 
 def environment(config: TrainConfig) -> dict[str, str]:
     """What the processes of the workers have in their environment."""
+    eager = config.rollout.enforce_eager
+    if eager is None:  # before a run has settled it, as torchrun's ranks are
+        eager = not torch.cuda.is_available()
     return {
         **engine_variables("WARNING", one_process=True, one_machine=False),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TOKENIZERS_PARALLELISM": "false",
         # Eager engines still compile a few helpers, which takes seconds and a C++ compiler.
-        **({"TORCHDYNAMO_DISABLE": "1"} if config.rollout.enforce_eager else {}),
+        **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from train.controller.worker import Worker
 from train.environments.engine_loop import Player, Start
 from train.environments.environment import EpisodePrompt
 from train.environments.episode_loop import Limits
+from train.host_memory.parking_worker import ParkingWorker
 from train.model.hf_io import stored_in
 from train.model.low_precision.float8 import require_fp8
 from train.rollouts.request import Request, requests_of
@@ -68,6 +70,10 @@ class RolloutWorker(Worker):
         self.ended: dict[str, Any] = {}
         self.sleeps = torch.cuda.is_available() and config.placement.rollout == config.placement.actor
         self.asleep = False
+        self.dozes = False
+        """Whether the weights that it had when it fell asleep are kept, and it goes on with them."""
+        self.parks = bool(config.fsdp.offload_while_generating)
+        self._park()
         if isinstance(self.before, RolloutWorker):
             self.llm, self.asleep = self.before.llm, self.before.asleep
             self.before.sampling.abort()  # of a run that has failed
@@ -79,14 +85,17 @@ class RolloutWorker(Worker):
         else:
             self.llm = self._boot(policy, seed)
             self.text = Text(self.llm.get_tokenizer())
-        self._label(0)
         if self.adapter is not None:
             begin_adapters(self.llm)
+        self.prefixes = 0
+        """How often vLLM's cache of prefixes has begun anew."""
         self.sampling: Sampling = self._player() if config.environment is not None else self._responses()
+        self._begin(0)
 
     def _boot(self, policy: Path, seed: int) -> Any:
         config, r = self.config, self.config.rollout
-        require_fp8(config.fp8)
+        if config.fp8 is not None and config.fp8.rollout is not None:
+            require_fp8(config.fp8.model_copy(update={"training": None}))
         if self.rank == 0 and not torch.cuda.is_available():
             log.warning("no sleep on a CPU: the engine keeps its weights and its KV cache while the policy is trained")
         cache = rollout_cache(config, policy)
@@ -113,8 +122,8 @@ class RolloutWorker(Worker):
             max_num_seqs=r.max_num_seqs,
             kv_cache_memory_bytes=cache.size,
             **on_gpu,
-            enforce_eager=r.enforce_eager,
-            enable_prefix_caching=False,  # the weights change between any two calls
+            enforce_eager=r.is_eager,
+            enable_prefix_caching=r.enable_prefix_caching,
             # A step that runs ahead of its output would be labelled by the weights that came after it.
             async_scheduling=False if r.staleness > 0 else None,
             enable_sleep_mode=self.sleeps,
@@ -149,6 +158,13 @@ class RolloutWorker(Worker):
             self.llm.sleep(level=2 if self.adapter is None else 1, mode="keep")
             self.asleep = True
 
+    def make_room(self) -> None:
+        """Leave the GPU's memory to a model that was away, until responses are sampled again: its weights are kept in
+        the host's."""
+        if self.sleeps and not self.asleep:
+            self.llm.sleep(level=1, mode="keep")
+            self.asleep = self.dozes = True
+
     def rest(self) -> None:
         self.weight_sync = None  # it knows the model in training
         self.sampling.abort()
@@ -165,12 +181,43 @@ class RolloutWorker(Worker):
 
         ``version``: what the tokens are labelled with that they sample; responses that are under way go on.
         """
+        actor: Any = self.peers["actor"]
+        if self.parks:
+            self.sleep()
+            self._park(actors_weights=False)
+            actor.restore(state=False)
         with self._awake():
-            self._take_weights(self.peers["actor"].model)  # type: ignore[attr-defined]
-        self._label(version)
+            self._take_weights(actor.model)
+            self._park()
+        self._begin(version)
 
-    def _label(self, version: int) -> None:
+    def _park(self, *, actors_weights: bool = True) -> None:
+        """Where it is to be so, have the models in training, and their optimizers' state, wait in the host's memory."""
+        if not self.parks:
+            return
+        for role, worker in self.peers.items():
+            if isinstance(worker, ParkingWorker):
+                worker.park(weights=actors_weights or role != "actor")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _begin(self, version: int) -> None:
+        """Have what begins from here on be of the weights that are there now, and of no others."""
         self.llm.llm_engine.set_weight_version(str(version))
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        """Have nothing that was computed before be read by a request that begins from here on.
+
+        A request reads prefixes of its own salt alone. So it holds where others are under way, too, which keep vLLM
+        from emptying its cache; those go on with what they have.
+        """
+        self.prefixes += 1
+        if not self.sampling.busy:
+            self.llm.reset_prefix_cache()
+
+    def _salt(self) -> str:
+        return str(self.prefixes)
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
@@ -181,7 +228,7 @@ class RolloutWorker(Worker):
         yield
         if self.asleep:  # only here, so that the KV cache and what resharding takes are not held at once
             self.llm.wake_up(["kv_cache"])
-            self.asleep = False
+            self.asleep = self.dozes = False
 
     def _take_weights(self, model: torch.nn.Module) -> None:
         if self.adapter is not None:
@@ -209,6 +256,7 @@ class RolloutWorker(Worker):
             Those of the engine's prompts; of the ranks that share an engine the first alone has them.
         """
         self._require_awake()
+        self._forget_prefixes()  # what a call samples must not depend on the calls before it
         engines = self.world_size // self.config.rollout.tensor_parallel_size
         engine = self.rank // self.config.rollout.tensor_parallel_size
         numbers = [engine + i * engines for i in range(len(prompts))]  # in the whole call: by_engine deals them out
@@ -250,6 +298,10 @@ class RolloutWorker(Worker):
         return self.rank % self.config.rollout.tensor_parallel_size == 0
 
     def _require_awake(self) -> None:
+        if self.dozes:
+            self._park()
+            with self._awake():
+                pass
         if self.asleep:
             raise RuntimeError("the engine sleeps: call load_actor_weights before it generates")
 
@@ -260,7 +312,7 @@ class RolloutWorker(Worker):
             drawn = {"temperature": 0.0} if request.greedy else drawn_from(r) | {"seed": request.seed}
             return sampling_params(max_tokens=r.max_tokens, detokenize=False, **drawn)  # text is decoded once, whole
 
-        return Responses(self.llm.llm_engine, params, self._sample, self.adapter)
+        return Responses(self.llm.llm_engine, params, self._sample, self._salt, self.adapter)
 
     def _player(self) -> Player:
         assert self.config.environment is not None
@@ -280,6 +332,7 @@ class RolloutWorker(Worker):
             sampling_params,
             self._sample,
             start,
+            self._salt,
             self.adapter,
         )
 
@@ -296,7 +349,7 @@ class RolloutWorker(Worker):
     def lend(self, call: Call) -> Any:
         """What a method, or a property, of an evaluation's engine returns, called on the first engine."""
         with policy_logprobs(self.llm):
-            return call.of(OfflineEngine.around(self.llm, eager=self.config.rollout.enforce_eager))
+            return call.of(OfflineEngine.around(self.llm, eager=self.config.rollout.is_eager))
 
 
 def room_for_adapter(config: TrainConfig, policy: Path) -> dict[str, Any]:
@@ -311,6 +364,8 @@ def load_files(llm: Any, policy: Path) -> None:
     """The weights in a policy's folder for those that are in the engine of this process; nothing but them differs."""
     files = {path.name: {"sha256": "", "fingerprint": fingerprint(path)} for path in set(stored_in(policy).values())}
     llm.collective_rpc("millrace_load", args=(str(policy), files))
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM kept its cache of prefixes, which holds what the weights before made of prompts")
 
 
 def to_sample(completion: Any, prompt: list[int], text: Text) -> Sample:
@@ -318,7 +373,7 @@ def to_sample(completion: Any, prompt: list[int], text: Text) -> Sample:
     token_ids, log_probs = list(completion.token_ids), list(completion.logprobs.logprobs)
     if completion.logprobs.token_ids != token_ids:
         raise ValueError(f"generation gave logprobs of {completion.logprobs.token_ids} for the tokens {token_ids}")
-    if not torch.tensor(log_probs).isfinite().all():
+    if not all(map(math.isfinite, log_probs)):
         raise FloatingPointError(f"generation gave logprobs that are not finite: {log_probs}")
     # The token that ended a response is part of it, but not of its text.
     spoken = token_ids[:-1] if completion.finish_reason == "stop" else token_ids

@@ -499,6 +499,30 @@ def test_a_retention_that_is_killed_between_tables_is_finished_by_the_next(lake,
     assert ids(lake, "interactions") == []
 
 
+def test_a_retention_that_is_killed_goes_on_though_what_is_left_fits_by_then(lake, monkeypatch):
+    old, today = datetime.now(UTC) - timedelta(days=3), datetime.now(UTC)
+    for name, at in (("old", old), ("new", today)):
+        put(lake, "interactions", [interaction(name, created_at=at)])
+        put(lake, "feedback", [thumb(name, 1, created_at=at)])
+    size = sum(file.size for table in ("interactions", "feedback") for file in data_files(lake.table(table)))
+    limited = Lake(lake.uri, LakeConfig(retain_bytes=size - 1))
+    replace = Lake.replace
+
+    def once(self: Lake, table: str, *arguments: object, **named: object) -> object:
+        if table == "interactions":
+            raise KeyboardInterrupt
+        return replace(self, table, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lake, "replace", once)
+        with pytest.raises(KeyboardInterrupt):
+            retain(limited)
+    assert (ids(lake, "interactions"), ids(lake)) == (["new", "old"], ["new"])
+    assert retain(limited).dates == [old.date()]
+    assert (ids(lake, "interactions"), ids(lake)) == (["new"], ["new"])
+    assert retain(limited).dates == []
+
+
 def a_month_of_rows(lake: Lake, *, also: timedelta | None = None) -> datetime:
     """A few rows on each day until today, and one on a later one."""
     today = datetime.now(UTC)

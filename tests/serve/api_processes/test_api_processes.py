@@ -453,7 +453,7 @@ async def test_when_the_engine_dies_requests_at_both_end_with_an_error_and_so_do
 async def test_a_stop_finishes_what_both_have_and_cuts_off_what_takes_longer_than_the_drain(
     start: Callable[..., LiveServer], roomy: list[Path]
 ) -> None:
-    server = start(roomy, drain_timeout_s=5)
+    server = start(roomy, drain_timeout_s=5, limits={"max_tokens": 16384})
     async with AsyncExitStack() as stack:
         streams = [
             await begun(stack, client, user, tokens)

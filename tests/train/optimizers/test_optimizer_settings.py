@@ -119,6 +119,17 @@ def test_a_users_optimizer_without_weight_decay_is_not_given_one() -> None:
             "warmup_steps=3 leaves train.optimizer.schedule=cosine none of the 3 optimizer steps",
         ),
         ({"fsdp": {"cpu_offload": True, "offload_optimizer": True}}, "take offload_optimizer out"),
+        ({"fsdp": {"cpu_offload": True, "offload_while_generating": True}}, "take offload_while_generating out"),
+        (
+            {
+                "fsdp": {"offload_while_generating": True},
+                "placement": {
+                    "pools": {"a": {"ranks": 1}, "b": {"ranks": 1}},
+                    **{"actor": "a", "reference": "a", "rollout": "b"},
+                },
+            },
+            "train.placement.rollout=b has devices of its own; take it out",
+        ),
         (
             {"ranks": 2, "fsdp": {"compile_layers": "inductor", "tensor_parallel": 2}},
             "compile_layers=inductor: ranks that share layers",

@@ -84,12 +84,22 @@ def test_a_sync_moves_what_a_rank_lacks(llama: ModelShape) -> None:
 
 
 def test_decoding_is_bound_by_reading_weights_or_by_starting_kernels(llama: ModelShape) -> None:
-    one = Generation(sequences=1, concurrent=1, prompt_tokens=1, response_tokens=1000)
-    quick = replace(A100, layer_s=0.0)
-    cost = generation_cost(llama, one, quick, tensor_parallel=1, itemsize=2)
+    one = Generation(sequences=1, concurrent=1, prefills=1, prompt_tokens=1, response_tokens=1000)
+    quick, how = replace(A100, layer_s=0.0), {"tensor_parallel": 1, "itemsize": 2}
+    cost = generation_cost(llama, one, quick, eager=True, **how)
     assert cost.bound == "memory bandwidth"
     assert cost.seconds == pytest.approx(1000 * 2 * llama.parameters / 2.04e12, rel=0.01)
-    assert generation_cost(llama, one, A100, tensor_parallel=1, itemsize=2).seconds == pytest.approx(9.6, rel=0.01)
+    assert generation_cost(llama, one, A100, eager=True, **how).seconds == pytest.approx(9.6, rel=0.01)
+    assert generation_cost(llama, one, A100, eager=False, **how) == cost  # CUDA graphs start them
     two_waves = replace(one, sequences=20, concurrent=10)
-    twice = generation_cost(llama, two_waves, quick, tensor_parallel=1, itemsize=2)
+    twice = generation_cost(llama, two_waves, quick, eager=True, **how)
     assert twice.seconds == pytest.approx(2 * cost.seconds, rel=0.1)
+
+
+def test_a_prompt_that_is_computed_once_for_its_responses_takes_a_part_of_the_time(llama: ModelShape) -> None:
+    each = Generation(sequences=80, concurrent=80, prefills=80, prompt_tokens=4000, response_tokens=1)
+    costs = [
+        generation_cost(llama, replace(each, prefills=n), A100, tensor_parallel=1, itemsize=2, eager=False).seconds
+        for n in (10, 80)
+    ]
+    assert costs[1] - costs[0] == pytest.approx(70 * 4000 * 2 * llama.active / A100.matrix_flops(2))

@@ -107,4 +107,4 @@ def test_an_engine_that_dies_in_a_transfer_ends_it_on_all_ranks_at_once(tmp_path
     assert dead is None
     for rank in training:
         assert rank["consequence"], f"the driver must look for the cause elsewhere: {rank['error']}"
-        assert rank["seconds"] < 30, "the time-out is 100 s"
+        assert rank["seconds"] < 60, "the time-out is 400 s"

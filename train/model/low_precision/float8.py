@@ -42,7 +42,7 @@ def convert_layers(layers: list[nn.Module], fp8: Fp8Config) -> list[str]:
     Raises:
         ValueError: this rank's device can't compute in fp8, ``keep`` names a layer that there is not, or none is left.
     """
-    require_fp8(fp8)
+    require_fp8(fp8.model_copy(update={"rollout": None}))
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     there = {name.rsplit(".", 1)[-1] for layer in layers for name, _ in _linear(layer)}

@@ -6,7 +6,9 @@ and then looks for policies: whichever is second sees the other.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from typing import Final
 
 from feedback.lake.table_changes import ErasedSince, LogGoneError
 from feedback.lake.tables import Lake, LakeError
@@ -16,6 +18,9 @@ from train.context import RowsErased
 from train.observe.progress import say
 from train.run.recovery.unfinished import mark
 
+_EVERY_S: Final = 1.0
+"""From one look between steps to the next, at least: it opens the tables, which a short step would notice."""
+
 
 class Erasures:
     """Erasures, since a run started, of rows that the lake had at its versions."""
@@ -23,6 +28,7 @@ class Erasures:
     def __init__(self, lake: Lake, versions: Mapping[str, int], config: TrainConfig) -> None:
         self._since = ErasedSince(lake, versions)
         self._refuse = config.erased_rows == "refuse"
+        self._looked = time.monotonic()
 
     def check(self) -> dict[str, int]:
         """How many rows, by table, if they are only to be marked.
@@ -65,7 +71,10 @@ class Erasures:
             raise
 
     def check_between_steps(self, run: str) -> None:
-        """``check``, so that no further step is wasted; an unreadable lake is only logged."""
+        """``check``, so that no further second is wasted; an unreadable lake is only logged."""
+        if time.monotonic() - self._looked < _EVERY_S:
+            return
+        self._looked = time.monotonic()
         try:
             self.check()
         except (LakeError, OSError) as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +63,18 @@ class Begun:
     finished: JobResult | None = None
 
 
-def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, scorer: str | None = None) -> Begun:
+def begin(
+    config: TrainConfig,
+    context: JobContext,
+    stores: Stores,
+    lake: Lake,
+    scorer: str | None = None,
+    decide: Callable[[TrainConfig, Path], TrainConfig] = lambda config, _: config,
+) -> Begun:
     """Look into the run's folder, tidy it, and decide. Needs the folder's lock (``only_run``).
 
-    ``scorer``: what identifies the reward, if responses are sampled.
+    ``scorer``: what identifies the reward, if responses are sampled. ``decide``: of a new run, from a policy's folder,
+    what its settings leave open.
 
     Raises:
         CheckpointError: it was begun with something else, or all its checkpoints are torn.
@@ -110,7 +118,9 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, 
             )
         return Begun(start, store.get(start.parent), checkpoint, progress, finished)
     parent = _parent(store, context)
-    sized = with_context(config, model_folder(config.model, whole(parent).path, context.folder))
+    model = model_folder(config.model, whole(parent).path, context.folder)
+    config = decide(config, model)
+    sized = with_context(config, model)
     fresh = RunStart(
         id=uuid.uuid4().hex,
         parent=parent.version,

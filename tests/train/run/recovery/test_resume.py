@@ -31,6 +31,7 @@ from tests.paths import ROOT
 from train.checkpoint.folders import CheckpointError, checkpoints, torn
 from train.config.training import TrainConfig
 from train.context import JobContext
+from train.planner.defaults import as_begun
 from train.run.recovery.resume import begin, checkpoints_of, last_whole, only_run
 from train.run.recovery.resume_settings import hindrances
 from train.run.recovery.unfinished import Stores
@@ -107,6 +108,14 @@ def test_the_weights_are_bit_for_bit_those_of_a_run_that_nobody_killed(runs: Run
     whole, broken = ((folder / "model.safetensors").read_bytes() for folder in files)
     assert whole == broken
     assert whole != (runs.root / "seed" / "model.safetensors").read_bytes()
+
+
+def test_what_its_settings_left_open_was_decided_when_it_began(runs: Runs) -> None:
+    start = json.loads((runs.killed / "start.json").read_text())["config"]
+    assert start["activation_checkpointing"] is start["fsdp"]["reduce_every_micro_batch"] is False
+    assert (start["fsdp"]["offload_while_generating"], start["rollout"]["enforce_eager"]) == (False, True)
+    goes_on = as_begun(TrainConfig.model_validate(settings(runs.root)), start | {"activation_checkpointing": True})
+    assert goes_on.activation_checkpointing is True, "whatever this machine would choose"
 
 
 def test_it_went_on_and_did_not_begin_again(runs: Runs) -> None:
