@@ -183,9 +183,10 @@ USES: Final = {
     ),
     # torch
     "torch.utils._python_dispatch": (
-        "TorchDispatchMode",
+        "TorchDispatchMode is_traceable_wrapper_subclass",
         "train.weight_sync.loader_tracing: torch's documented extension point (__torch_dispatch__) has no public "
-        "module",
+        "module. train.checkpoint.dcp and train.host_memory.parked: nor has the test of whether a tensor consists of "
+        "others",
     ),
     "torch._C": (
         "set_num_threads",

@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
         """Of as many matrices as there are ranks, or fewer: each rank computes one."""
         rank, own = torch.distributed.get_rank(), None
         for owner, (p, group) in enumerate(matrices):
-            whole = whole_tensor(self._direction(p, group["momentum"]))
+            whole = self._direction(p, group["momentum"])
             own = whole if owner == rank else own
         if own is not None:
             own = orthogonalised(own)
@@ -92,7 +92,7 @@ class Muon(torch.optim.Optimizer):
             part.add_(update[own_slice(p)].to(part.device), alpha=-group["lr"])
 
     def _direction(self, p: nn.Parameter, momentum: float) -> Tensor:
-        """Nesterov's, as ``torch.optim.Muon`` has it: sharded as ``p``, on the compute device."""
+        """Nesterov's, as ``torch.optim.Muon`` has it: whole, on the compute device. Every rank must call it."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
@@ -100,7 +100,8 @@ class Muon(torch.optim.Optimizer):
         assert isinstance(p.grad, DTensor)
         gradient, buffer = p.grad.to_local(), state["momentum_buffer"].to_local()
         buffer.lerp_(gradient, 1 - momentum)
-        return as_parameter(gradient.lerp(buffer, momentum).to(self._device), like=p).detach()
+        part = gradient.lerp(buffer, momentum).to(self._device)
+        return whole_tensor(as_parameter(part, like=p).detach()) if torch.distributed.get_world_size() > 1 else part
 
 
 def orthogonalised(matrix: Tensor) -> Tensor:

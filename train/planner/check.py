@@ -98,7 +98,8 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
     work = Workload.of(config, prompt_tokens=1)
     with TemporaryDirectory() as aside:
         folder = model_folder(config.model, policy, Path(aside))
-        started = decide(config, folder, machine, models).config  # as the run does
+        decided = decide(config, folder, machine, models)  # as the run does
+        started = decided.config
         if config.samples:
             started = with_values(started, {"rollout.kv_cache_bytes": rollout_cache(started, folder).size})
     found = plan(started, models, machine, work)
@@ -147,7 +148,8 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
         adapters = "train adapters (train.lora), or " if _adapters_fit(config, policy, machine, work) else ""
         return Finding(level, text, f"{nothing}: {adapters}use {larger}")
     now = found.settings
-    changed = {name: value for name, value in fitting.settings.items() if value != now[name]}
+    settled = {f"train.{name}" for name in decided.values}  # by the run itself, again where the others are changed
+    changed = {name: value for name, value in fitting.settings.items() if value != now[name] and name not in settled}
     if changed.get(_KV_CACHE, 0) > now.get(_KV_CACHE, 0):  # more is faster, and not what it lacks
         del changed[_KV_CACHE]
     shown = ", ".join(f"{name}={json.dumps(value)}" for name, value in changed.items())

@@ -28,7 +28,7 @@ def test_a_7b_model_is_planned_for_people_and_as_json(tmp_path: Path, capsys: py
         "train.micro_batch_tokens: 8192",
         "actor update",
         "more      16 x 80GB",
-        "set serve.engine.gpu_memory_utilization to at most",
+        "which the engine leaves free (gpu_memory_utilization 0.788)",
     ):
         assert expected in out
     code, out, err = run(capsys, tmp_path, *plain, "--json")

@@ -34,6 +34,13 @@ async def keep_asking(client: httpx.AsyncClient, name: str, stop: asyncio.Event)
     return answers
 
 
+async def test_a_server_with_room_for_a_second_set_of_weights_says_so(client: httpx.AsyncClient) -> None:
+    way = (await client.get("/policy")).json()["swap"]
+    assert way["in_place"] is False
+    assert way["reason"].endswith("which the engine leaves free")
+    assert "millrace_swap_in_place 0.0" in (await client.get("/metrics")).text
+
+
 async def test_swaps_under_load_fail_nobody_and_every_token_is_the_policys_it_says(
     client: httpx.AsyncClient, server: LiveServer
 ) -> None:
@@ -337,10 +344,3 @@ def test_a_server_without_room_for_a_second_set_of_weights_decides_so_when_it_st
         assert done["swaps"][-1]["in_place"] is True
     finally:
         stop_server(server)
-
-
-async def test_a_server_with_room_for_a_second_set_of_weights_says_so(client: httpx.AsyncClient) -> None:
-    way = (await client.get("/policy")).json()["swap"]
-    assert way["in_place"] is False
-    assert way["reason"].endswith("which the engine leaves free")
-    assert "millrace_swap_in_place 0.0" in (await client.get("/metrics")).text

@@ -124,7 +124,8 @@ def test_a_run_whose_rows_were_erased_publishes_nothing_and_keeps_nothing(
     home: Path, results: list[dict[str, Any]]
 ) -> None:
     refused = results[0]
-    assert (refused["candidate"], refused["stopped"], refused["steps"]) == (None, False, 3)
+    assert (refused["candidate"], refused["stopped"]) == (None, False)
+    assert refused["steps"] in (3, 4), "erasures are looked for once a second, and before anything is published"
     assert "rows that it had read were erased meanwhile (4 interactions, 4 feedback)" in refused["reason"]
 
 
