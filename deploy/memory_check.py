@@ -67,13 +67,19 @@ def server(settings: Settings, policy: Path) -> Finding:
 
 
 def policy_folder(settings: Settings, version: int | None = None) -> Path | None:
-    """The folder of a policy, by default of the one that serves; None if there is none, which others complain of."""
+    """The folder of a policy's weights, by default of the one that serves, of an adapter that of its base.
+
+    None if there is none, which others complain of.
+    """
     try:
         store = settings.policy_store()
         if version is None:
             pointer = store.serving()
             version = None if pointer is None else pointer.version
-        return None if version is None else store.get(version).path
+        if version is None:
+            return None
+        policy = store.get(version)
+        return policy.path if policy.base is None else store.get(policy.base["version"]).path
     except (PolicyError, OSError):
         return None
 

@@ -27,6 +27,7 @@ from serve.generation.request import nothing_was_left, sampled_logprobs
 from serve.kv_cache import BATCH_SHARE, available_memory, fit_engine
 from serve.policies.folder import compute_dtype, fingerprint
 from serve.policies.store import Policy
+from serve.policies.whole_policies import whole
 from serve.swap.compatibility import IncompatiblePolicy, require_compatible
 from serve.vllm.boot import OFFLINE_WORKER, engine_variables, offline_engine, request_errors, sampling_params
 
@@ -416,6 +417,7 @@ class OfflineEngines:
 
     def of(self, policy: Policy) -> OfflineEngine:
         """The engine with this policy in it, until the next call. Raises what vLLM raises on one that it can't load."""
+        policy = whole(policy)
         if self._engine is not None and self._policy is not None:
             if self._policy.sha256 == policy.sha256 or _loaded(self._engine, self._policy, policy):
                 self._policy = policy

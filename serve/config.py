@@ -27,6 +27,33 @@ def without_trust(extra: dict[str, Any]) -> dict[str, Any]:
     return extra
 
 
+class AdaptersConfig(Section):
+    """Room for low-rank adapters beside the weights of an engine."""
+
+    count: int = Field(
+        2,
+        ge=1,
+        description="Adapters at once: that of the policy that serves, and those whose requests are still at work or "
+        "that share traffic with it.",
+    )
+    rank: int = Field(
+        16, ge=1, le=512, description="The largest rank; an adapter of a larger one is served merged into its base."
+    )
+    tenants: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        default_factory=dict,
+        description="Tenant: the policy that answers it, an adapter of the same base as the one that serves others.",
+    )
+
+    @model_validator(mode="after")
+    def _leave_a_place(self) -> AdaptersConfig:
+        if self.count <= (own := len(set(self.tenants.values()))):
+            raise ValueError(
+                f"serve.engine.adapters.count={self.count} has no place for the policy that serves beside the {own} of "
+                "serve.engine.adapters.tenants: use more"
+            )
+        return self
+
+
 class EngineConfig(Section):
     """vLLM."""
 
@@ -69,6 +96,11 @@ class EngineConfig(Section):
     stop_timeout_s: float = Field(
         15, gt=0, description="Kill the engine's process if it hasn't stopped after this long."
     )
+    adapters: AdaptersConfig | None = Field(
+        None,
+        description="Serve policies that are adapters of one base beside each other; none: each is served merged into "
+        "its base.",
+    )
     extra: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of vLLM's AsyncEngineArgs, by their own names."
     )
@@ -79,6 +111,12 @@ class EngineConfig(Section):
         if twice := sorted(extra.keys() & cls.model_fields.keys()):
             raise ValueError(f"{twice[0]} is a setting of its own: set serve.engine.{twice[0]}")
         return without_trust(extra)
+
+    @model_validator(mode="after")
+    def _adapters_have_one_place(self) -> EngineConfig:
+        if self.adapters is not None and (own := sorted(name for name in self.extra if "lora" in name)):
+            raise ValueError(f"{own[0]} is set by serve.engine.adapters: take it out of serve.engine.extra")
+        return self
 
 
 class SwapConfig(Section):

@@ -25,10 +25,17 @@ class SamplingEngine(Protocol):
 
     stats: dict[str, float]
 
-    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Generation: ...
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, version: int | None = None
+    ) -> Generation: ...
 
     def stream(
-        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: GenerationProgress
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        underway: GenerationProgress,
+        version: int | None = None,
     ) -> AsyncIterator[list[tuple[int, str]]]: ...
 
     async def abort(self, request_id: str) -> None: ...

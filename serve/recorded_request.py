@@ -337,9 +337,10 @@ class EngineSource:
     def __init__(self, engine: SamplingEngine, request: GenerationRequest) -> None:
         self._engine = engine
         self._arguments = request.key, request.prompt_token_ids, request.sampling
+        self._version = request.version
 
     async def whole(self) -> Generation:
-        return await self._engine.generate(*self._arguments)
+        return await self._engine.generate(*self._arguments, self._version)
 
     async def open(self, progress: GenerationProgress) -> AsyncGenerator[list[tuple[int, str]], None]:
-        return self._engine.stream(*self._arguments, progress)  # type: ignore[return-value]
+        return self._engine.stream(*self._arguments, progress, self._version)  # type: ignore[return-value]

@@ -21,7 +21,7 @@ from serve.api_processes.process import ApiProcess
 from serve.api_processes.summed_metrics import summed
 from serve.config import FleetConfig, ServeConfig
 from serve.engine import EngineError
-from serve.policies.experiments import Assignment, Turn
+from serve.policies.experiments import Assignment, Experiment, Turn
 from serve.policies.open_store import open_store
 from serve.reading.sessions import Sessions
 from serve.swap.swapper import DesiredState, Swap, Swapper
@@ -209,6 +209,9 @@ class Server(ApiProcess):
     def turn(self) -> Turn | None:
         return self.swapper.turn
 
+    def beside(self) -> Experiment | None:
+        return self.swapper.beside
+
     def dead(self) -> str | None:
         if self.swapper.broken:
             return self.swapper.broken
@@ -244,7 +247,7 @@ class Server(ApiProcess):
         self.on_death()
 
     def _serving(self) -> Serving:
-        return Serving(self.engine.version, self.engine.cache_salt, self.swapper.turn)
+        return Serving(self.engine.version, dict(self.engine.loaded), self.swapper.turn, self.swapper.beside)
 
     def _news(self) -> tuple[dict[str, float], str | None]:
         """The engine's numbers, of all processes' requests, and why none would be served."""

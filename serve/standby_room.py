@@ -43,8 +43,9 @@ _PLENTY: Final = 2**60
 class Needs:
     """What a replica takes, bytes of each device.
 
-    ``weights``: of one set as it serves; ``second``: of another one. ``kv_cache``: what the engine would take by
-    itself, or is set to; None: what is free. ``least_kv_cache``: with less, a second set is not worth its room.
+    ``weights``: of one set as it serves, with its slots for adapters; ``second``: of another one. ``kv_cache``: what
+    the engine would take by itself, or is set to; None: what is free. ``least_kv_cache``: with less, a second set is
+    not worth its room.
     """
 
     weights: int
@@ -127,11 +128,13 @@ def room_of(
     memory: int,
     available: int | None = None,
     reserved: int = RESERVED,
+    adapters: int = 0,
 ) -> Room:
     """``decide`` for the policy in a folder. Raises PolicyError, ContextRefused, ValueError.
 
     ``memory``: of a device, or a CPU's over the ranks of one engine, of which its KV cache takes a share;
-    ``available``: of it, what this engine may have, if that is less.
+    ``available``: of it, what this engine may have, if that is less. ``adapters``: bytes of each device, or of each
+    rank's part, that the engine's slots for adapters take.
     """
     if other := [name for name in CHANGING_MEMORY if name in engine.extra]:
         known = fit_engine(engine, policy, section="serve.engine", share=SERVER_SHARE, memory=memory).size
@@ -139,6 +142,7 @@ def room_of(
         return Room(bool(swap.in_place), reason, engine.gpu_memory_utilization, None if gpu else known)
     weights, quantized = weight_bytes(policy, engine.dtype)
     needs = needs_of(engine, swap, policy, weights, gpu=gpu, memory=memory)
+    needs = replace(needs, weights=needs.weights + adapters)  # a second set has none
     unsupported = never_standby(engine, gpu=gpu, quantized=quantized)
     most = memory if available is None else min(memory, available)
     return decide(needs, engine, swap, gpu=gpu, memory=most, reserved=reserved, unsupported=unsupported)

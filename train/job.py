@@ -18,6 +18,7 @@ from feedback.files import replace_file
 from feedback.lake.tables import Lake, LakeError
 from serve.policies.open_store import open_store
 from serve.policies.store import Policy, PolicyStore
+from serve.policies.whole_policies import whole
 from serve.vllm import compat
 from train import algorithms, dataflows, environments
 from train.checkpoint.folders import CheckpointError
@@ -106,7 +107,7 @@ def _run(
                 shutil.rmtree(left, ignore_errors=True)
             return begun.finished
         held.enter_context(stores.policies.hold(begun.parent.version))
-        model = model_folder(config.model, begun.parent.path, context.folder)
+        model = model_folder(config.model, whole(begun.parent).path, context.folder)
         config = as_begun(config, begun.start.config)
         if config.samples and (cut := rollout_cache(config, model).cut("train.rollout")):
             say(f"{context.run}: {cut}")
@@ -125,7 +126,7 @@ def _run(
             trial = partial(on_logged_responses, config, context, lake, begun)
             if reward is not None and config.placement.reward is None:  # a pool may have a device that is not here
                 trial(reward)
-            pools = None if resident is None else resident.of(config, begun.parent, model)
+            pools = None if resident is None else resident.of(config, whole(begun.parent), model)
             what = (
                 dataflow,
                 config,

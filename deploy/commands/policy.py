@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +27,7 @@ from deploy.loop import promotion
 from deploy.loop.lineage import parents_of_runs
 from serve.policies.retention import Kept, weights_bytes
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, RecordDamaged
+from serve.policies.whole_policies import whole
 
 Stores = Callable[[Settings], dict[str, Kept]]
 """What each store of a kind keeps, by what it is for."""
@@ -236,6 +238,26 @@ def _with_retention(group: click.Group, what: str, plural: str, setting: str, st
 
 
 _with_retention(policies, "policy", "policies", "serve.retention", _policies)
+
+
+@policies.command()
+@click.argument("version", type=int)
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@pass_settings
+def export(settings: Settings, version: int, folder: Path) -> None:
+    """Write policy VERSION to FOLDER as one Hugging Face model, an adapter merged into its base."""
+    store = settings.policy_store()
+    if folder.exists() and any(folder.iterdir()):
+        raise click.UsageError(f"{folder} is not empty")
+    with store.hold(version):
+        store.verify(version)
+        policy = whole(store.get(version))
+        for name in policy.files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(policy.path / name, folder / name)
+    click.echo(f"policy {version} is in {folder}")
+
+
 _with_retention(reward_models, "reward model", "reward models", "train.reward_model.retention", _reward_models)
 
 
@@ -343,7 +365,8 @@ def _wait(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: boo
 
 def _columns(policy: Policy, parent: str) -> list[str]:
     """Version, parent, created, size and state."""
-    states = {"pruned": policy.pruned, "pinned": policy.pinned, "marked": policy.marked}
+    adapter = "" if policy.base is None else f"adapter of {policy.base['version']}"
+    states = {adapter: policy.base, "pruned": policy.pruned, "pinned": policy.pinned, "marked": policy.marked}
     size = sum(file["size"] for file in policy.files.values()) / 2**20
     state = ", ".join(name for name, holds in states.items() if holds)
     return [str(policy.version), parent, policy.created_at[:19].replace("T", " "), f"{size:.1f} MiB", state]
@@ -365,6 +388,7 @@ def _as_json(policy: Policy, pointer: Pointer | None) -> dict[str, object]:
         "serves": bool(pointer and pointer.version == policy.version),
         "created_at": policy.created_at,
         "path": str(Path(policy.path)),
+        "base": policy.base,
         "lineage": policy.lineage,
         "metrics": policy.metrics,
         "gate": policy.gate,

@@ -24,9 +24,11 @@ from evaluation.experiments.blocks import BadEvidence, Block, Observed, has_rows
 from evaluation.experiments.plan import ExperimentPlan
 from evaluation.experiments.verification import declared
 from feedback.files import locked, replace_file
+from serve.policies.adapter_files import rank_of
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments, Phase, Unit
 from serve.policies.records import now
 from serve.policies.store import Pointer, PolicyError, PolicyStore, StalePointer
+from serve.policies.whole_policies import weights_of
 
 _LOCK_WAIT_S: Final = 0.5
 _START_IN_S: Final = 1.0  # so that block 0 is whole for a server that has not seen the record yet
@@ -66,7 +68,7 @@ class Controller:
                     f"experiment {current.number} on policy {current.candidate} has not ended: one at a time "
                     "(millrace experiment show, millrace experiment stop)"
                 )
-            unit = self._unit()
+            unit = self._unit(version, pointer.version)
             self.store.verify(version)
             objection, verdict_entry = self._objection(version, pointer.version)
             if objection and not override:
@@ -85,13 +87,14 @@ class Controller:
         self.say(f"experiment {experiment.number}: policy {version} {shares}")
         return experiment
 
-    def _unit(self) -> Unit:
+    def _unit(self, candidate: int, control: int) -> Unit:
         """What is drawn for: by what serves or, where nothing does, by the settings. Raises ExperimentRefused."""
         answer = server_policy(self.settings)
         if answer is None:
-            return "block" if self.settings.serve.fleet.is_one else "user"
+            one = self.settings.serve.fleet.is_one
+            return "block" if one and not self._fit_one_engine(candidate, control, None) else "user"
         if answer.get("phase") is None:
-            return "block"
+            return "user" if self._fit_one_engine(candidate, control, answer.get("base")) else "block"
         if answer["phase"] != "settled":
             raise ExperimentRefused("the fleet deploys a policy at this moment: start the experiment when it is done")
         ready = [name for name, one in (answer.get("replicas") or {}).items() if one["state"] == "ready"]
@@ -101,6 +104,16 @@ class Controller:
                 "the others, or see its log"
             )
         return "user"
+
+    def _fit_one_engine(self, candidate: int, control: int, base: int | None) -> bool:
+        """Whether one engine can answer with both: adapters of one base, or that; ``base``: the engine's, if known."""
+        room = self.settings.serve.engine.adapters
+        arms = [self.store.get(version) for version in (candidate, control)]
+        adapters = [arm for arm in arms if arm.base is not None]
+        if room is None or len({base or weights_of(arms[0]), *map(weights_of, arms)}) > 1:
+            return False
+        places = room.count - len(set(room.tenants.values()))
+        return len(adapters) <= places and all(rank_of(arm.path) <= room.rank for arm in adapters)
 
     def _objection(self, version: int, serving: int) -> tuple[str | None, int | None]:
         """Why the policy is not to be tried against what serves, and the entry of its verdict."""

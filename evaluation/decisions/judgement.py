@@ -46,6 +46,7 @@ from evaluation.suites.suite import Item, Suite, SuiteError
 from feedback.scoring.sources.rules import RuleError
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
+from serve.policies.whole_policies import whole
 from serve.swap.compatibility import computes_alike
 
 
@@ -360,7 +361,7 @@ def _race(
             rewards=Compared(rewards.proxy, rewards.holdout, rewards.bounds, rewards.missing),
             suites={guard.name: guard.plan for guard in guards},
             decoding=decoding,
-            timed=config.gate.guardrails.latency is not None and not computes_alike(candidate, incumbent),
+            timed=config.gate.guardrails.latency is not None and not computes_alike(whole(candidate), whole(incumbent)),
         )
         regression = tuple(before) if made.regression else ()
         return _Race(made, State(), (), None, (), tuple(fresh), regression, tuple(refused))

@@ -21,6 +21,7 @@ from evaluation.statistics.off_policy import MIN_ESS, OffPolicy
 from feedback.config import ClassifierConfig
 from feedback.scoring.sources.reward_model import RewardModel
 from serve.policies.store import Policy
+from serve.policies.whole_policies import whole
 
 
 class EstimateError(RuntimeError):
@@ -84,7 +85,7 @@ def estimate(
     _require_bounded(traffic.responses, bounds)
     numbers, name, missing = None, None, None
     if _enough(traffic):
-        with OfflineEngine(candidate.path, config.engine) as engine:
+        with OfflineEngine(whole(candidate).path, config.engine) as engine:
             long = {r.response_id for r in traffic.responses if _tokens(r) > engine.longest_scored}
             traffic = traffic.without(long, TOO_LONG)
             scored = _enough(traffic)

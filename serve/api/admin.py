@@ -50,6 +50,10 @@ class PolicyOut(BaseModel):
         None,
         description="If an experiment runs: the block that it is. In a fleet: which replicas serve the candidate.",
     )
+    base: int | None = Field(None, description="The policy whose weights the engine of this replica has.")
+    loaded: list[int] | None = Field(
+        None, description="The policies that this replica can answer with at the moment: adapters of the base, and it."
+    )
     store: str | None = Field(None, description="Which policy store it serves from: the time of that one's first move.")
     swap: dict[str, Any] = Field(
         description="How this replica swaps policies, in_place or not, and the reason, as decided when it started."

@@ -247,6 +247,7 @@ def _openai_request(request: Request, understood: Understood, server: Server) ->
     budget = TokenBudget(server.limiter, principal)
     recorder = server.recorder_for(principal, store=understood.store)
     at, user = datetime.now(UTC), labels.user or labels.safety_identifier
+    drawn = server.drawn_for(request, user=user, session=labels.session_id, at=at)
     openai_request = OpenAIRequest(
         active=ActiveRequest(server.engine, recorder, budget, server.config.limits.timeout_s),
         row_request=GenerationRequest(
@@ -256,7 +257,8 @@ def _openai_request(request: Request, understood: Understood, server: Server) ->
             tenant=principal.tenant,
             variants=server.variants,
             created_at=at,
-            turn=server.drawn_for(request, user=user, session=labels.session_id, at=at),
+            turn=drawn,
+            version=server.policy_for(principal.tenant, drawn),
             session_id=labels.session_id,
             user=user,
             metadata=labels.metadata or {},

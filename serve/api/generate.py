@@ -315,15 +315,17 @@ async def _understand(body: GenerateIn, server: Server, request: Request, sessio
         raise field_problem(422, field, "there is no token in it")
     if len(token_ids) >= engine.max_model_len:
         raise _no_room(field, len(token_ids), server)
-    at = datetime.now(UTC)
+    at, tenant = datetime.now(UTC), request.scope["principal"].tenant
+    drawn = server.drawn_for(request, user=body.user, session=session_id, at=at)
     return GenerationRequest(
         request_id=request.scope["request_id"],
         endpoint="/generate",
         created_at=at,
         replica=server.config.replica_name,
         variants=server.variants,
-        turn=server.drawn_for(request, user=body.user, session=session_id, at=at),
-        tenant=request.scope["principal"].tenant,
+        turn=drawn,
+        version=server.policy_for(tenant, drawn),
+        tenant=tenant,
         prompt_token_ids=token_ids,
         prompt=prompt,
         messages=messages,

@@ -20,8 +20,8 @@ from serve.engine import EngineError
 from serve.http import Problem
 from serve.middleware.api_keys import ApiKey
 from serve.middleware.token_buckets import BucketName
-from serve.policies.experiments import Turn
-from serve.vllm.engine import Engine, EngineClient
+from serve.policies.experiments import Experiment, Turn
+from serve.vllm.engine import Answering, Engine, EngineClient
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +53,13 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Serving:
-    """What serves: the policy's version, what its prefixes are cached under, the experiment's part."""
+    """What serves: the policy's version, all that is loaded in the engine by version, the experiment's part, or the
+    experiment whose policies both answer."""
 
     version: int
-    cache_salt: str
+    loaded: dict[int, Answering]
     turn: Turn | None
+    beside: Experiment | None = None
 
 
 class FurtherProcess(ApiProcess):
@@ -76,6 +78,7 @@ class FurtherProcess(ApiProcess):
         self._client = client
         self._socket = beginning.folder / SOCKET
         self._turn: Turn | None = None
+        self._beside: Experiment | None = None
         self._unready: str | None = None
         self._link: Link | None = None
         self._stopping = False
@@ -130,6 +133,9 @@ class FurtherProcess(ApiProcess):
     def turn(self) -> Turn | None:
         return self._turn
 
+    def beside(self) -> Experiment | None:
+        return self._beside
+
     async def _read(self, link: Link) -> None:
         await link.run()
         if not self._stopping:
@@ -155,8 +161,8 @@ class FurtherProcess(ApiProcess):
     # What the first process calls
 
     def _serve(self, serving: Serving) -> None:
-        self.engine.follow(serving.version, serving.cache_salt)
-        self._turn = serving.turn
+        self.engine.follow(serving.version, serving.loaded)
+        self._turn, self._beside = serving.turn, serving.beside
 
     def _take_news(self, stats: dict[str, float], unready: str | None) -> None:
         self.engine.stats |= stats

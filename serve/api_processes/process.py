@@ -7,6 +7,7 @@ import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,6 +21,7 @@ from feedback.redaction import Redactor
 from serve.admission import ActiveRequests, Admission
 from serve.config import ServeConfig
 from serve.generation.variant import CanaryVariants
+from serve.http import Problem
 from serve.middleware.api_keys import ApiKey
 from serve.middleware.bodies import Bodies
 from serve.middleware.keyring import Keyring, Principal
@@ -29,7 +31,7 @@ from serve.observability import log_format
 from serve.observability.audit import AuditLog
 from serve.observability.metrics import Metrics
 from serve.observability.tracing import Tracing
-from serve.policies.experiments import Assignment, Turn
+from serve.policies.experiments import Assignment, Experiment, Turn, unit_of
 from serve.recorder import Recorder, Redaction, UnstoredResponses
 from serve.vllm.engine import Engine
 
@@ -88,6 +90,8 @@ class ApiProcess(ABC):
         self.openai: Handlers | None = None
         self.variants = CanaryVariants(lambda: self.engine.version)
         """The canary policies of this replica, by which rows are labelled."""
+        room = config.engine.adapters
+        self._policy_of_tenant = {} if room is None else dict(room.tenants)
         self.draining = False
         self.failure: Exception | None = None
         """Why the process could not start, or had to stop."""
@@ -104,6 +108,10 @@ class ApiProcess(ABC):
     @abstractmethod
     def turn(self) -> Turn | None:
         """What of an experiment is served at the moment."""
+
+    @abstractmethod
+    def beside(self) -> Experiment | None:
+        """The experiment whose two policies both answer here, each its own users."""
 
     def unready(self) -> str | None:
         """Why a request would not be served or recorded, or None."""
@@ -129,8 +137,24 @@ class ApiProcess(ABC):
         self, request: Request, *, user: str | None, session: str | None, at: datetime
     ) -> Turn | Assignment | None:
         """What an experiment drew for a request for responses, if one runs; ``at``: the time that its rows have."""
+        if (experiment := self.beside()) is not None:
+            tenant, number = request.scope["principal"].tenant, request.scope["request_id"]
+            drawn = experiment.assign(unit_of(tenant, user=user, session=session, request=number), at.timestamp())
+            own = tenant in self._policy_of_tenant  # it is none of those that the two share
+            return drawn if drawn.version in self.engine.loaded and not own else replace(drawn, counts=False)
         turn = self.turn()
         return turn if turn is not None and turn.drawn else None
+
+    def policy_for(self, tenant: str, drawn: Turn | Assignment | None) -> int | None:
+        """The policy that a request is to be answered by, where the engine has several; None: the one that serves.
+
+        Raises Problem 503 if a tenant's own is not there.
+        """
+        if (own := self._policy_of_tenant.get(tenant)) is not None:
+            if own not in self.engine.loaded:
+                raise Problem(503, f"policy {own}, which answers tenant {tenant!r}, is not loaded", retry_after=5)
+            return own
+        return drawn.version if isinstance(drawn, Assignment) and drawn.counts else None
 
     async def drain(self) -> None:
         """Take nothing more; after ``drain_timeout_s`` abort what is still at work. Cancel it when all has ended."""

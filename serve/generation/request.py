@@ -43,7 +43,8 @@ class GenerationRequest:
     """One prompt as the engine gets it, and what its rows say of the request.
 
     ``request_id`` may be the client's own; ``key`` is the engine's id of it. ``requested_at``: time.monotonic().
-    ``turn``: the block of an experiment that it came in, or what was drawn for its user. ``trace``: the traceparent of
+    ``turn``: the block of an experiment that it came in, or what was drawn for its user. ``version``: the policy that
+    is to answer, where the engine has several; None: the one that serves. ``trace``: the traceparent of
     the request's span, if that is exported.
     """
 
@@ -59,6 +60,7 @@ class GenerationRequest:
     user: str | None = None
     variants: CanaryVariants | None = None
     turn: Turn | Assignment | None = None
+    version: int | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     requested_at: float = field(default_factory=time.monotonic)

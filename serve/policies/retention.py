@@ -12,6 +12,7 @@ from typing import Any, Final
 from serve.config import RetentionConfig
 from serve.policies.records import read_json
 from serve.policies.store import Policy, PolicyError, PolicyStore
+from serve.policies.whole_policies import drop_merged
 
 Needed = Callable[[], Mapping[int, str]]
 """Version -> why it is needed by what this package does not know of, such as runs."""
@@ -67,6 +68,9 @@ class Kept:
             ):
                 if holds:
                     reasons.setdefault(version, reason)
+        for policy in found:
+            if policy.base is not None and policy.version in reasons:
+                reasons.setdefault(policy.base["version"], f"policy {policy.version} is an adapter of it")
         there = {policy.version for policy in found}
         return {version: reason for version, reason in reasons.items() if version in there}
 
@@ -86,6 +90,7 @@ class Kept:
             reason = store.prune(version, "retention", self.reasons)
             if reason is None:
                 removed.append(store.get(version))
+                drop_merged(policy)
             else:
                 left[version] = reason
         return removed, left

@@ -161,7 +161,7 @@ class SharedPolicyStore(PolicyStore):
                 self._update()
             policy = super().get(version)
         own = {one.name: getattr(policy, one.name) for one in fields(Policy)}
-        return _CachedPolicy(**own, fetch=partial(self._fetch, policy))
+        return _CachedPolicy(**own, fetch=partial(self._fetch_with_base, policy))
 
     def own_prompts(self, policy: Policy) -> frozenset[str] | None:
         self._fetch(policy, weights=False)
@@ -475,6 +475,12 @@ class SharedPolicyStore(PolicyStore):
                 "serve.policies to another folder"
             )
         return marker
+
+    def _fetch_with_base(self, policy: Policy) -> None:
+        """Download what is missing of a policy, and of the one that it is an adapter of. Raises as ``_fetch``."""
+        self._fetch(policy)
+        if policy.base is not None:
+            self._fetch(super().get(policy.base["version"]))
 
     def _fetch(self, policy: Policy, *, weights: bool = True) -> None:
         """Download what is missing of a policy's files.

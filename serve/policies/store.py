@@ -1,6 +1,6 @@
 """The policy store: versioned, hashed policies on disk and the pointer to the one that serves.
 
-    policies/v000042/            a Hugging Face folder, safetensors only
+    policies/v000042/            a Hugging Face folder, safetensors only; its weights may be an adapter of another's
     policies/v000042/policy.json the manifest: version, parent, sha256 of every file, lineage, metrics
     policies/v000042/learned.json   hashes of the prompts that it learned from, of which the manifest has the sha256
     policies/v000042/gate.json   the gate's verdict, which comes after the policy and is not hashed
@@ -22,16 +22,18 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from feedback.files import ERASURES, fsync_path, fsync_tree, replace_file, try_lock
+from serve.policies.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
 from serve.policies.experiments import Experiments
 from serve.policies.folder import (
     PolicyCorrupt,
     PolicyError,
+    PolicyInvalid,
     WrittenFile,
     check_folder,
     copy_model,
@@ -70,7 +72,8 @@ class Policy:
     """One published policy. ``created_at`` is ISO 8601, UTC; ``files`` maps a name to its ``sha256`` and ``size``;
     ``probe`` has what ``serve.policies.probe`` compares a server with; ``erasures`` the erasures that reach it, oldest
     first; ``pinned`` and ``pruned`` who, when and why, or None; ``learned`` of how many prompts it learned since its
-    parent, and the sha256 of their list."""
+    parent, and the sha256 of their list; ``base`` the ``version`` and ``sha256`` of the policy that it is an adapter
+    of, None if it has weights of its own."""
 
     version: int
     parent: int | None
@@ -85,6 +88,7 @@ class Policy:
     pinned: dict[str, Any] | None = None
     pruned: dict[str, Any] | None = None
     learned: dict[str, Any] | None = None
+    base: dict[str, Any] | None = None
 
     @property
     def marked(self) -> bool:
@@ -158,6 +162,7 @@ class PolicyStore(ServingPointer):
         probe: Callable[[Path], dict[str, Any]] | None = None,
         learned_prompts: Collection[str] | None = None,
         written: Mapping[str, WrittenFile] | None = None,
+        base: Policy | None = None,
     ) -> Policy:
         """Make the next version of what ``source`` holds and return it.
 
@@ -166,7 +171,8 @@ class PolicyStore(ServingPointer):
         ``probe`` works out, from the folder, the numbers that a server proves itself by
         (``serve.policies.probe.measure``). ``learned_prompts``: hashes of the prompts that it learned from since its
         parent; None if that is not known. ``written``: by name, files that this run hashed while it wrote them: they
-        are not read once more for their hash, where they are still those files.
+        are not read once more for their hash, where they are still those files. ``base``: the policy that what
+        ``source`` holds is an adapter of.
 
         Raises PolicyInvalid if the result is no safetensors policy, PolicyNotFound if there is no ``parent``,
         ValueError if lineage or metrics are not JSON (a NaN is not).
@@ -185,6 +191,7 @@ class PolicyStore(ServingPointer):
                 if OWN.fullmatch(path.name):
                     path.unlink()
             check_folder(aside)
+            _check_base(aside, base)
             files = {
                 (name := path.relative_to(aside).as_posix()): {
                     "sha256": _hash_of(path, (written or {}).get(name)),
@@ -199,6 +206,8 @@ class PolicyStore(ServingPointer):
                 "lineage": dict(lineage),
                 "metrics": dict(metrics),
             }
+            if base is not None:
+                manifest["base"] = {"version": base.version, "sha256": base.sha256}
             if probe is not None:
                 manifest["probe"] = probe(aside)
             if learned_prompts is not None:
@@ -267,6 +276,7 @@ class PolicyStore(ServingPointer):
                 pinned=read_json(folder / PIN),
                 pruned=read_json(folder / PRUNED),
                 learned=manifest.get("learned"),
+                base=manifest.get("base"),
             )
         except (KeyError, TypeError) as error:
             raise PolicyCorrupt(f"{folder / MANIFEST} lacks {error}") from error
@@ -333,15 +343,7 @@ class PolicyStore(ServingPointer):
         """Read every byte of a policy and compare it with the manifest. Raises PolicyCorrupt naming the file."""
         policy = self.get(version)
         policy.require_whole()
-        for name, expected in policy.files.items():
-            if (digest := sha256_file(policy.path / name)) != expected["sha256"]:
-                raise PolicyCorrupt(
-                    f"policy {version}: {name} has sha256 {digest[:12]}…, its manifest says {expected['sha256'][:12]}…"
-                )
-        # A loader takes every *.safetensors that it finds, so an extra file is as bad as a changed one.
-        names = {path.relative_to(policy.path).as_posix() for path in regular_files(policy.path)}
-        if surplus := sorted(name for name in names - policy.files.keys() if not OWN.fullmatch(name)):
-            raise PolicyCorrupt(f"policy {version}: {surplus[0]} is not in its manifest")
+        verify_files(policy)
         return policy
 
     def require_servable(self, version: int) -> None:
@@ -352,7 +354,7 @@ class PolicyStore(ServingPointer):
 
     @contextmanager
     def hold(self, version: int) -> Iterator[Policy]:
-        """The policy, whose weights are not pruned within the block.
+        """The policy, whose weights, and those that it is an adapter of, are not pruned within the block.
 
         A share in the lock on its manifest; ``prune`` takes the whole. Raises PolicyNotFound, PolicyPruned,
         PolicyCorrupt.
@@ -362,7 +364,8 @@ class PolicyStore(ServingPointer):
                 raise PolicyPruned(f"policy {version}: its weights are being removed at this moment")
             policy = self.get(version)
             policy.require_whole()
-            yield policy
+            with nullcontext() if policy.base is None else self.hold(policy.base["version"]):
+                yield policy
 
     def pin(self, version: int, *, who: str, why: str) -> None:
         """Have a policy's weights kept. Raises PolicyNotFound, PolicyPruned."""
@@ -417,7 +420,10 @@ class PolicyStore(ServingPointer):
             return self.get(version)
 
     def withdraw(self, version: int) -> None:
-        """Remove a policy that must not have been published. Raises PolicyError if it serves, PolicyNotFound."""
+        """Remove a policy that must not have been published.
+
+        Raises PolicyError if it serves, or is the base of an adapter, PolicyNotFound.
+        """
         folder = self.get(version).path
         with self._locked():
             pointer = self.serving()
@@ -426,6 +432,9 @@ class PolicyStore(ServingPointer):
             experiment = self.experiments.current()
             if experiment is not None and version in (experiment.candidate, experiment.control):
                 raise PolicyError(f"policy {version} is in experiment {experiment.number}: stop that first")
+            for other in map(self.get, self.versions()):
+                if other.base is not None and other.base["version"] == version and other.pruned is None:
+                    raise PolicyError(f"policy {other.version} is an adapter of policy {version}: withdraw that first")
             aside = self.root / f"{UNPUBLISHED}{uuid.uuid4().hex}"  # the next publish removes it if we are killed
             os.rename(folder, aside)
             fsync_path(self.root)
@@ -457,6 +466,37 @@ class PolicyStore(ServingPointer):
             hold = os.open(aside, os.O_RDONLY)
             try_lock(hold)
         return aside, hold
+
+
+def verify_files(policy: Policy) -> None:
+    """Compare every byte of a policy's folder with its ``files``. Raises PolicyCorrupt naming the file."""
+    for name, expected in policy.files.items():
+        if (digest := sha256_file(policy.path / name)) != expected["sha256"]:
+            raise PolicyCorrupt(
+                f"policy {policy.version}: {name} has sha256 {digest[:12]}…, its manifest says "
+                f"{expected['sha256'][:12]}…"
+            )
+    # A loader takes every *.safetensors that it finds, so an extra file is as bad as a changed one.
+    names = {path.relative_to(policy.path).as_posix() for path in regular_files(policy.path)}
+    if surplus := sorted(name for name in names - policy.files.keys() if not OWN.fullmatch(name)):
+        raise PolicyCorrupt(f"policy {policy.version}: {surplus[0]} is not in its manifest")
+
+
+def _check_base(folder: Path, base: Policy | None) -> None:
+    """Raise PolicyInvalid where a folder is an adapter and is not said to be, or is no adapter of ``base``."""
+    if base is None:
+        if (folder / ADAPTER_CONFIG).exists():
+            raise PolicyInvalid(f"{ADAPTER_CONFIG}: this is an adapter: say of which policy, or publish it merged")
+        return
+    if base.base is not None:
+        raise PolicyInvalid(
+            f"policy {base.version} is an adapter of policy {base.base['version']}: an adapter's base has weights of "
+            "its own"
+        )
+    if surplus := [path.name for path in folder.glob("*.safetensors") if path.name != ADAPTER_WEIGHTS]:
+        raise PolicyInvalid(f"{surplus[0]}: an adapter has no weights beside {ADAPTER_WEIGHTS}")
+    base.require_whole()
+    check_adapter(folder, base.weight_files)
 
 
 def _hash_of(path: Path, written: WrittenFile | None) -> str:

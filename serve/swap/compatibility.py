@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from serve.policies.adapter_files import ADAPTER_CONFIG
 from serve.policies.folder import declared_dtype, safetensors_header
 from serve.policies.store import Policy, PolicyError
 
@@ -68,6 +69,14 @@ def require_compatible(old: Policy, new: Policy) -> None:
                 f"policy {new.version}: {name} is {entry['dtype']}, policy {old.version} has {before[name]['dtype']}; "
                 f"{_REMEDY}"
             )
+
+
+def require_same_but_weights(old: Policy, new: Policy) -> None:
+    """As ``require_compatible``, of two policies whose weights are an adapter of one base, or that base's.
+
+    Their numbers and shapes were compared with the base's when the adapter was published.
+    """
+    _require_same_files(old, new)
 
 
 def computes_alike(one: Policy, other: Policy) -> bool:
@@ -154,7 +163,7 @@ def _require_same_files(old: Policy, new: Policy) -> None:
 
 
 def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json"))
+    return name.endswith((".safetensors", ".safetensors.index.json")) or name == ADAPTER_CONFIG
 
 
 def _is_document(name: str) -> bool:

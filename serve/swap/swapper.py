@@ -21,13 +21,15 @@ from typing import Any, Final
 
 from serve.config import SwapConfig
 from serve.engine import EngineError
+from serve.policies.adapter_files import rank_of
 from serve.policies.experiments import Experiment, ExperimentReader, Turn
 from serve.policies.folder import StoreUnreachable
 from serve.policies.probe import Numbers, judge
 from serve.policies.records import append_json, now
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
+from serve.policies.whole_policies import whole
 from serve.standby_room import size_text
-from serve.swap.compatibility import require_compatible
+from serve.swap.compatibility import require_compatible, require_same_but_weights
 from serve.swap.verification import read, verify
 from serve.vllm.engine import Engine, Exchanged, Weights
 
@@ -70,12 +72,16 @@ class StaleWeights(EngineError):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A policy that only needs ``commit``. ``before``: what the old policy gave where ``numbers`` has the new one's."""
+    """A policy that only needs ``commit``. ``before``: what the old policy gave where ``numbers`` has the new one's.
+
+    ``loaded``: the engine has it beside what serves, as an adapter or as the weights under it.
+    """
 
     weights: Weights
     in_place: bool
     numbers: Numbers | str
     before: list[list[float]] | None
+    loaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,13 +89,15 @@ class DesiredState:
     """What a replica should serve, and what it should have prepared beside that.
 
     ``turn``: its part in an experiment, in place of ``serve``, until ``turn_ends`` in seconds of Unix time.
-    ``candidate``: the version that the gate is at work on; nothing but time is lost if it can't be prepared.
+    ``beside``: the experiment whose two policies are both to answer, each its own users. ``candidate``: the version
+    that the gate is at work on; nothing but time is lost if it can't be prepared.
     """
 
     serve: Pointer | None
     prepare: Pointer | None = None
     turn: Turn | None = None
     turn_ends: float | None = None
+    beside: Experiment | None = None
     candidate: int | None = None
 
 
@@ -135,6 +143,11 @@ class Swapper:
         """Has the other API processes know what serves, and returns when they do."""
         self.turn: Turn | None = None
         """What of an experiment is served at the moment, from the exchange of the weights on until the next one."""
+        room = engine.config.adapters
+        self._of_tenants = frozenset() if room is None else frozenset(room.tenants.values())
+        self._loaded_for: int | None = None  # the base beside which those of tenants were last loaded
+        self.beside: Experiment | None = None
+        """The experiment whose two policies both answer, each its own users."""
         self.experiments = store.experiments
         self._reader = ExperimentReader(self.experiments)
         self._taking_turns: int | None = None  # the experiment whose policies take turns
@@ -152,6 +165,7 @@ class Swapper:
         self._verified: Weights | None = None  # by their files; the engine loads no others than those
         self._observe = observe
         self._serving: Weights  # from start on
+        self._base: Weights  # those that the engine has: of what serves, or of what that is an adapter of
         self._spare: Weights | None = None  # the standby weights
         self._held = ExitStack()  # the policy that serves, so that nobody prunes it
         self._logged_reason: str | None = None  # why weights are loaded in place
@@ -169,13 +183,20 @@ class Swapper:
         """
         pointer = self.require_policy()
         await asyncio.to_thread(self._held.enter_context, self.store.hold(pointer.version))
-        files = await asyncio.to_thread(read, self.store, pointer.version, check_finite=False)
-        self._serving = Weights(self.store.get(pointer.version), files)
-        log.info("starting the engine on policy %d", pointer.version)
+        self._base = self._serving = await self._read(pointer.version)
+        adapter = None
+        if self._fits_beside(policy := self.store.get(pointer.version)):
+            assert policy.base is not None
+            self._base, adapter = await self._read(policy.base["version"]), self._serving
+        log.info("starting the engine on policy %d", self._base.policy.version)
         started = time.monotonic()
-        await self.engine.start(self._serving.policy)
+        await self.engine.start(self._base.policy)
         log.info("the engine runs after %.1f s", time.monotonic() - started)
         await self._note_way()
+        if adapter is not None:
+            await self.engine.put_adapter(adapter, self.config.prepare_timeout_s)
+            self.engine.serve(pointer.version)
+        await self._load_for_tenants()
         numbers = Numbers.of(self.policy.probe) if self.config.probe else "serve.swap.probe is off"
         proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
         log.info("probe of policy %d: %s", self.engine.version, proof)
@@ -228,6 +249,8 @@ class Swapper:
             "failed": self.failed,
             "prepared": self._ready[1].weights.policy.version if self._ready is not None else None,
             "experiment": asdict(turn) if turn is not None else None,
+            "base": self.engine.base,
+            "loaded": sorted(self.engine.loaded),
             "store": self._store,
             "swap": self.way,
         }
@@ -299,6 +322,10 @@ class Swapper:
         if pointer is not None and pointer.generation != self._seen:
             self._seen = pointer.generation
             return self._act(pointer)
+        if self._of_tenants and self._loaded_for != self._base.policy.version:
+            return self._load_for_tenants()
+        if desired.beside != self.beside and (desired.beside is None or desired.beside.number != self._void):
+            return self._answer_beside(desired.beside)
         if desired.prepare is not None and desired.prepare.generation != self._readied:
             self._readied = desired.prepare.generation
             return self._prepare_ahead(desired.prepare)
@@ -324,16 +351,74 @@ class Swapper:
         pointer = self.store.serving()
         experiment = None if pointer is None else self._reader.under(pointer.generation)
         if experiment is not None and experiment.unit == "user":
+            if self._has_room_for(experiment):
+                return DesiredState(pointer, beside=experiment, candidate=candidate)
             if self._by_user != experiment.number:
                 self._by_user = experiment.number
                 log.warning(
-                    "experiment %d shares traffic between the replicas of a fleet, and this is one server: policy %d "
-                    "serves alone, and nothing counts for the experiment",
+                    "experiment %d shares traffic between the replicas of a fleet, or adapters of one base, and this "
+                    "is one server with another base: policy %d serves alone, and nothing counts for the experiment",
                     experiment.number,
                     pointer.version if pointer is not None else 0,
                 )
             experiment = None
         return replace(block_turn(experiment, pointer), candidate=candidate)
+
+    def _has_room_for(self, experiment: Experiment) -> bool:
+        """Whether both of its policies can answer at once: adapters of the weights that the engine has, or those."""
+        if (room := self.engine.config.adapters) is None:
+            return False
+        try:
+            arms = [self.store.get(version) for version in (experiment.candidate, experiment.control)]
+            adapters = sum(arm.base is not None for arm in arms)
+            return all(map(self._beside, arms)) and adapters <= room.count - len(self._of_tenants)
+        except PolicyError as error:
+            log.error("experiment %d can't be taken part in: %s", experiment.number, error)
+            return False
+
+    async def _answer_beside(self, experiment: Experiment | None) -> None:
+        """Have both policies of an experiment answer, or none but the one that serves. What can't be had ends it."""
+        if experiment is None or self.beside is None or experiment.number != self.beside.number:
+            self.beside, self.engine.kept = None, self._of_tenants
+            await self.agree()
+        if experiment is None:
+            return
+        await self._settle_candidate(None)
+        self.engine.kept = self._of_tenants | {experiment.candidate, experiment.control}
+        for version in (experiment.control, experiment.candidate):
+            if (why := await self._load_beside(version)) is not None:
+                self._void, self.engine.kept = experiment.number, self._of_tenants
+                log.error("experiment %d can't go on: %s", experiment.number, why)
+                of_candidate = version == experiment.candidate
+                await asyncio.to_thread(self._stop_experiment, experiment.number, why, of_candidate)
+                return
+        self.beside = experiment
+        await self.agree()
+
+    async def _load_beside(self, version: int) -> str | None:
+        """Have a policy answer beside the one that serves, if it can and does what its manifest says; else why not."""
+        if version in self.engine.loaded:
+            return None
+        try:
+            policy = await asyncio.to_thread(self._compatible, version)
+            if not self._beside(policy):
+                return f"policy {version} is no adapter of policy {self._base.policy.version}, whose weights are loaded"
+            proof = await self._prove(await self._prepare_beside(policy), version)
+        except StoreUnreachable:
+            raise
+        except Exception as failure:  # noqa: BLE001 - whatever it was, what serves goes on and the cause is recorded
+            return f"policy {version} was refused: {_describe(failure)}"
+        log.info("policy %d answers beside policy %d; probe: %s", version, self.engine.version, proof)
+        return None
+
+    async def _load_for_tenants(self) -> None:
+        """Have the policies answer that tenants have of their own. Those that can't be had are refused to them."""
+        self._loaded_for = self._base.policy.version
+        self.engine.kept |= self._of_tenants
+        for version in sorted(self._of_tenants):
+            if (why := await self._load_beside(version)) is not None:
+                log.error("no request of the tenants of policy %d is answered: %s", version, why)
+        self.engine.on_load()
 
     async def _take_turn(self, turn: Turn, pointer: Pointer) -> None:
         """Serve the policy whose block it is. What can't be served ends the experiment, and the pointer counts."""
@@ -347,7 +432,7 @@ class Swapper:
                 self._void = turn.experiment
                 why = f"policy {turn.version} was refused: {swap.error}"
                 log.error("experiment %d can't go on: %s", turn.experiment, why)
-                await asyncio.to_thread(self._stop_experiment, turn, why)
+                await asyncio.to_thread(self._stop_experiment, turn.experiment, why, turn.variant == "candidate")
                 return
         if pointer.generation != self._seen:
             await asyncio.to_thread(self._record_served, pointer)
@@ -376,13 +461,13 @@ class Swapper:
             self._spare = None
             await self._release()
 
-    def _stop_experiment(self, turn: Turn, why: str) -> None:
+    def _stop_experiment(self, number: int, why: str, of_candidate: bool) -> None:
         """Only what is wrong with the candidate speaks against it."""
-        decision = "failed" if turn.variant == "candidate" else "void"
+        decision = "failed" if of_candidate else "void"
         try:
-            self.experiments.stop(turn.experiment, who=self.name, why=why, decision=decision)
+            self.experiments.stop(number, who=self.name, why=why, decision=decision)
         except (PolicyError, OSError) as error:
-            log.error("that experiment %d is over can't be put on record: %s", turn.experiment, error)
+            log.error("that experiment %d is over can't be put on record: %s", number, error)
 
     async def _act(self, pointer: Pointer) -> None:
         if pointer.version == self.engine.version:
@@ -499,7 +584,9 @@ class Swapper:
         """Do what can be done of a swap while the gate is still at work."""
         started = time.monotonic()
         try:
-            self._verified = await self._verify(await asyncio.to_thread(self._compatible, self.policy, version))
+            policy = await asyncio.to_thread(self._compatible, version)
+            if policy.version != self._base.policy.version:
+                self._verified = await self._verify(policy)
             if self._spare is None:  # else that is worth more: this may be refused
                 self._ready = None, await self.prepare(version)
         except Exception as failure:  # noqa: BLE001 - if it is promoted, the swap says so, and what becomes of it
@@ -540,8 +627,10 @@ class Swapper:
 
         Raises PolicyError, EngineError, TimeoutError with what is wrong; nothing has changed then.
         """
-        config, old = self.config, self._serving
-        policy = await asyncio.to_thread(self._compatible, old.policy, version)
+        config = self.config
+        policy = await asyncio.to_thread(self._compatible, version)
+        if self._beside(policy):
+            return await self._prepare_beside(policy)
         weights = await self._verify(policy)
         reason = await self._in_place_reason()
         self._spare = None
@@ -552,13 +641,45 @@ class Swapper:
         elif reason != self._logged_reason:
             log.warning("weights are loaded in place, requests wait for the load: %s", reason)
             self._logged_reason = reason
-        numbers = Numbers.of(policy.probe) if config.probe else "serve.swap.probe is off"
+        numbers = self._numbers(policy)
         try:
             before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
         except BaseException:  # a candidate's that is given up, too
             await self._release()
             raise
         return Prepared(weights, in_place=reason is not None, numbers=numbers, before=before)
+
+    async def _prepare_beside(self, policy: Policy) -> Prepared:
+        """Have the engine hold an adapter of the weights that it has; or those are what is wanted."""
+        weights = self._base
+        if policy.version != self._base.policy.version:
+            weights = await self._verify(policy)
+            await self.engine.put_adapter(weights, self.config.prepare_timeout_s)
+        numbers = self._numbers(policy)
+        before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
+        return Prepared(weights, in_place=False, numbers=numbers, before=before, loaded=True)
+
+    def _numbers(self, policy: Policy) -> Numbers | str:
+        return Numbers.of(policy.probe) if self.config.probe else "serve.swap.probe is off"
+
+    def _fits_beside(self, policy: Policy) -> bool:
+        """Whether it is an adapter that the engine has room for, beside the weights that it is of."""
+        room = self.engine.config.adapters
+        return room is not None and policy.base is not None and rank_of(policy.path) <= room.rank
+
+    def _beside(self, policy: Policy) -> bool:
+        """Whether it is an adapter of the weights that the engine has, or those themselves."""
+        base = self._base.policy
+        if policy.version == base.version:
+            return True
+        return self._fits_beside(policy) and policy.base == {"version": base.version, "sha256": base.sha256}
+
+    async def _read(self, version: int) -> Weights:
+        """A policy's weights, verified, as the engine can have them: an adapter that it has no room for merged."""
+        policy = self.store.get(version)
+        merged = not self._fits_beside(policy)
+        files = await asyncio.to_thread(read, self.store, version, check_finite=False, merged=merged)
+        return Weights(await asyncio.to_thread(whole, policy) if merged else policy, files)
 
     async def _verify(self, policy: Policy) -> Weights:
         """Its weights as they were when their files were read whole, now or before.
@@ -571,41 +692,43 @@ class Swapper:
                 return known
         config = self.config
         files = await verify(
-            self.store, policy.version, check_finite=config.check_finite, timeout_s=config.prepare_timeout_s
+            self.store,
+            policy.version,
+            check_finite=config.check_finite,
+            timeout_s=config.prepare_timeout_s,
+            merged=policy.base is None,
         )
         return Weights(policy, files)
 
     async def commit(self, prepared: Prepared, generation: int, *, prepare_ms: float = 0.0) -> Swap:
         """Have what was prepared serve, and prove it; or put the old policy back."""
-        config, old, policy = self.config, self._serving, prepared.weights.policy
+        config, old, base, policy = self.config, self._serving, self._base, prepared.weights.policy
         in_flight = self.engine.in_flight
         hold_ms, probe, error = 0.0, "", None
         exchanged: Exchanged | None = None
         held = time.monotonic()
+        touched = False
         try:
-            if config.mode == "wait" and not await self.engine.drain(config.drain_timeout_s):
-                log.warning("%d requests did not end within drain_timeout_s: they go on", self.engine.in_flight)
-            if prepared.in_place:
-                held = time.monotonic()
-                await self.engine.hold(recompute=config.recompute, timeout_s=config.hold_timeout_s)
-                await self.engine.load(prepared.weights, config.hold_timeout_s)
-                await self.engine.resume(config.hold_timeout_s)
-                hold_ms = _since_ms(held)
+            if prepared.loaded:
+                if policy.version not in self.engine.loaded:  # it had to make room meanwhile
+                    await self.engine.put_adapter(prepared.weights, config.prepare_timeout_s)
+                self.engine.serve(policy.version)
             else:
-                exchanged = await self.engine.commit(
-                    prepared.weights, recompute=config.recompute, timeout_s=config.hold_timeout_s
-                )
-                hold_ms = round(exchanged.ms, 3)
+                await self.engine.end_adapters(config.drain_timeout_s)
+                touched = True
+                exchanged, hold_ms = await self._exchange(prepared)
             probe = await self._prove(prepared)
             self._serving = prepared.weights
-            if exchanged is not None and exchanged.kept and (config.shadow_weights or self._taking_turns is not None):
-                self._spare = old
-            else:
-                await self._release()
+            if not prepared.loaded:
+                self._base = prepared.weights
+                await self._keep(base, exchanged)
         except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy must serve on and the cause be recorded
             error = _describe(failure)
-            await self._put_back(old, exchanged, error)
-            hold_ms = hold_ms or _since_ms(held)
+            if touched:
+                await self._put_back(old, base, exchanged, error)
+                hold_ms = hold_ms or _since_ms(held)
+            else:
+                self.engine.serve(old.policy.version)
         return Swap(
             at=now(),
             from_version=old.policy.version,
@@ -620,44 +743,81 @@ class Swapper:
             probe=probe,
         )
 
-    def _compatible(self, old: Policy, version: int) -> Policy:
-        policy = self.store.get(version)
+    async def _exchange(self, prepared: Prepared) -> tuple[Exchanged | None, float]:
+        """Have other weights serve: what the engine says of it, None if they were loaded in place; and milliseconds."""
+        config = self.config
+        if config.mode == "wait" and not await self.engine.drain(config.drain_timeout_s):
+            log.warning("%d requests did not end within drain_timeout_s: they go on", self.engine.in_flight)
+        if not prepared.in_place:
+            weights, recompute = prepared.weights, config.recompute
+            exchanged = await self.engine.commit(weights, recompute=recompute, timeout_s=config.hold_timeout_s)
+            return exchanged, round(exchanged.ms, 3)
+        held = time.monotonic()
+        await self.engine.hold(recompute=config.recompute, timeout_s=config.hold_timeout_s)
+        await self.engine.load(prepared.weights, config.hold_timeout_s)
+        await self.engine.resume(config.hold_timeout_s)
+        return None, _since_ms(held)
+
+    async def _keep(self, before: Weights, exchanged: Exchanged | None) -> None:
+        """Keep the weights that served before as the standby ones, if they are to be; else free their memory."""
+        wanted = self.config.shadow_weights or self._taking_turns is not None
+        if exchanged is not None and exchanged.kept and wanted:
+            self._spare = before
+        else:
+            await self._release()
+
+    def _compatible(self, version: int) -> Policy:
+        """The policy as the engine can have it: an adapter of other weights than the engine's, merged."""
+        policy, base = self.store.get(version), self._base.policy
         policy.require_whole()
-        require_compatible(old, policy)
+        if self._beside(policy):
+            require_same_but_weights(base, policy)
+            return base if policy.version == base.version else policy
+        policy = whole(policy)
+        require_compatible(base, policy)
         return policy
 
-    async def _ask(self, numbers: Numbers) -> list[list[float]]:
+    async def _ask(self, numbers: Numbers, version: int | None = None) -> list[list[float]]:
         """What the engine gives where the numbers have something to compare with."""
         return [
-            await self.engine.next_logprobs(prompt, tokens, self.config.hold_timeout_s)
+            await self.engine.next_logprobs(prompt, tokens, self.config.hold_timeout_s, version)
             for prompt, tokens in zip(numbers.prompts, numbers.tokens, strict=True)
         ]
 
-    async def _prove(self, prepared: Prepared) -> str:
-        """Compare the engine with the policy's numbers. Raises StaleWeights if they differ."""
+    async def _prove(self, prepared: Prepared, version: int | None = None) -> str:
+        """Compare the engine with the policy's numbers; ``version``: of one that does not serve, and is loaded.
+
+        Raises StaleWeights if they differ.
+        """
         numbers = prepared.numbers
         if isinstance(numbers, str):
             return numbers
-        verdict = judge(numbers, prepared.before, await self._ask(numbers), self.engine.dtype)
+        verdict = judge(numbers, prepared.before, await self._ask(numbers, version), self.engine.dtype)
         if verdict.objection:
             raise StaleWeights(f"policy {prepared.weights.policy.version} is not what serves: {verdict.objection}")
         return f"{verdict.difference:.2g} nats off"
 
-    async def _put_back(self, old: Weights, exchanged: Exchanged | None, cause: str) -> None:
-        """Have the old weights serve again; else stop the engine rather than serve a mixture."""
+    async def _put_back(self, old: Weights, base: Weights, exchanged: Exchanged | None, cause: str) -> None:
+        """Have the old weights serve again, with the adapter that served; else stop the engine rather than serve a
+        mixture."""
         config = self.config
+        adapter = old if old.policy.version != base.policy.version else None
         try:
             if exchanged is not None and exchanged.kept:
-                await self.engine.commit(old, recompute=config.recompute, timeout_s=config.hold_timeout_s)
+                await self.engine.commit(base, recompute=config.recompute, timeout_s=config.hold_timeout_s)
                 await self._release()
-                return
-            await self.engine.hold(recompute=config.recompute, timeout_s=config.hold_timeout_s)
-            await self._release()
-            # Verified anew: in the time that it served, its files may have been copied or touched.
-            files = await asyncio.to_thread(read, self.store, old.policy.version, check_finite=False)
-            self._serving = Weights(old.policy, files)
-            await self.engine.load(self._serving, config.hold_timeout_s)
-            await self.engine.resume(config.hold_timeout_s)
+            else:
+                await self.engine.hold(recompute=config.recompute, timeout_s=config.hold_timeout_s)
+                await self._release()
+                # Verified anew: in the time that it served, its files may have been copied or touched.
+                files = await asyncio.to_thread(read, self.store, base.policy.version, check_finite=False)
+                base = Weights(base.policy, files)
+                await self.engine.load(base, config.hold_timeout_s)
+                await self.engine.resume(config.hold_timeout_s)
+            self._base, self._serving = base, adapter or base
+            if adapter is not None:
+                await self.engine.put_adapter(adapter, config.prepare_timeout_s)
+                self.engine.serve(adapter.policy.version)
         except Exception as failure:  # noqa: BLE001 - the end of the line: the engine must not go on with unknown weights
             self.broken = f"{cause}; and policy {old.policy.version} could not be put back: {_describe(failure)}"
             log.critical("the engine is stopped: %s", self.broken)

@@ -4,7 +4,7 @@ Read ``engine`` (requests; ``commit``: pause, exchange, label what follows, resu
 starts: for serving, for evaluation, for training) with ``engine_process`` (a server's engine, forked once vLLM is
 imported) and ``tied_python`` (the Python of an engine that is not, which dies with the server). New weights into a live
 engine: ``weight_update`` (what is called inside vLLM's worker), ``standby_weights`` (the second set of weights, and its
-exchange with the one that serves).
+exchange with the one that serves), ``adapters`` (low-rank adapters beside them).
 
 What comes out: ``response_collector`` (vLLM's scheduler: sends whole responses, and notes which policy sampled which
 token), ``per_request_logprobs`` (vLLM's sampler, mended where one request asks for the logprobs of certain tokens),

@@ -27,6 +27,7 @@ from serve.local_ray.cluster import environment, loopback_sockets
 from serve.policies.folder import compute_dtype
 from serve.standby_room import Room, room_of
 from serve.vllm import compat, engine_process
+from serve.vllm.adapters.slots import adapter_arguments, request_of, server_places_bytes
 from serve.vllm.engine_process import WaitingProcess
 
 if TYPE_CHECKING:
@@ -204,6 +205,10 @@ def server_engine(
             "disable_log_stats": True,
             **_prefill(),
         }
+        if config.adapters is not None:
+            arguments |= adapter_arguments(
+                path, count=config.adapters.count, rank=config.adapters.rank, setting="serve.engine.adapters.rank"
+            )
         if config.tensor_parallel_size == 1:
             arguments["distributed_executor_backend"] = "uni"
         arguments |= config.extra | _trust(path, config.extra)
@@ -223,11 +228,13 @@ def _standby_room(config: EngineConfig, swap: SwapConfig, path: Path, replicas: 
     """Whether there will be a second set of weights, and what the engine is started with for that."""
     from vllm.platforms import current_platform
 
+    adapters = server_places_bytes(config, path)
     if not current_platform.is_cpu():
-        return room_of(config, swap, path, gpu=True, memory=current_platform.get_device_total_memory())
+        memory = current_platform.get_device_total_memory()
+        return room_of(config, swap, path, gpu=True, memory=memory, adapters=adapters)
     t, machine = config.tensor_parallel_size, machine_memory()
     available = min(available_memory(), machine // replicas) // t
-    return room_of(config, swap, path, gpu=False, memory=machine // t, available=available)
+    return room_of(config, swap, path, gpu=False, memory=machine // t, available=available, adapters=adapters)
 
 
 def attached_engine(client: EngineClient, stats: dict[str, float]) -> AsyncLLM:
@@ -370,17 +377,26 @@ def sampling_params(**options: Any) -> SamplingParams:
 
 
 def add_request(
-    engine: Any, name: str, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str | None = None
+    engine: Any,
+    name: str,
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    *,
+    cache_salt: str | None = None,
+    adapter: int | None = None,
 ) -> None:
     """Begin a request on an LLMEngine in this process, whose ``step`` then goes on with it.
 
     ``params``: of this request alone, so that vLLM need not copy them, which takes as long as all else of a beginning.
-    ``cache_salt``: it reads cached prefixes of requests with the same one alone.
+    ``cache_salt``: it reads cached prefixes of requests with the same one alone. ``adapter``: the number of one that
+    the engine has (``serve.vllm.adapters``).
     """
     from vllm.inputs.engine import tokens_input
 
     params.skip_clone = True
-    engine.add_request(name, tokens_input(prompt_token_ids, cache_salt=cache_salt), params)
+    lora_request = None if adapter is None else request_of(adapter)
+    prompt = tokens_input(prompt_token_ids, cache_salt=cache_salt)
+    engine.add_request(name, prompt, params, lora_request=lora_request)
 
 
 def spans_of(output: CompletionOutput) -> list[tuple[int, int]]:

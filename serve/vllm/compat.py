@@ -144,6 +144,38 @@ USES: Final = {
         "serve.vllm.offline_worker: a prompt's log-probabilities are those of what the model's compute_logits "
         "gives; no sampling parameter reaches them",
     ),
+    "vllm.lora.model_manager": (
+        "LRUCacheLoRAModelManager.activate_adapter LRUCacheLoRAModelManager.add_adapter "
+        "LRUCacheLoRAModelManager.list_adapters LRUCacheLoRAModelManager.remove_adapter",
+        "serve.vllm.adapters.slots: vLLM reads an adapter from a folder; its manager, the worker's "
+        "lora_manager._adapter_manager, takes tensors",
+    ),
+    "vllm.lora.punica_wrapper.punica_cpu": (
+        "PunicaWrapperCPU.add_lora_linear PunicaWrapperCPU.add_lora_logits PunicaWrapperCPU.sampler_indices "
+        "PunicaWrapperCPU.token_lora_indices PunicaWrapperCPU.update_metadata",
+        "serve.vllm.adapters.cpu_products: vLLM copies A and B for each row on a CPU, and rows without an adapter get "
+        "that of the last slot; which class is used there has no setting",
+    ),
+    "vllm.lora.lora_model": (
+        "LoRAModel.from_lora_tensors",
+        "serve.vllm.adapters.slots: an adapter as the manager has it, of tensors",
+    ),
+    "vllm.lora.peft_helper": (
+        "PEFTHelper.from_dict PEFTHelper.validate_legal",
+        "serve.vllm.adapters.slots: which adapters vLLM can have, and how they are scaled",
+    ),
+    "vllm.lora.worker_manager": (
+        "LRUCacheWorkerLoRAManager.add_dummy_lora",
+        "serve.vllm.adapters.slots: an adapter that adds nothing, before a first one comes from training",
+    ),
+    "vllm.v1.worker.lora_model_runner_mixin": (
+        "LoRAModelRunnerMixin.reset_lora_state",
+        "serve.vllm.weight_update: adapters are of the weights that they were loaded beside",
+    ),
+    "vllm.config.lora": (
+        "MaxLoRARanks",
+        "serve.vllm.adapters.slots: the ranks that vLLM has kernels for",
+    ),
     "vllm.v1.executor.uniproc_executor": (
         "ExecutorWithExternalLauncher._distributed_args",
         "serve.vllm.boot: names its shared memory after the init method, so that two jobs on one machine would share "

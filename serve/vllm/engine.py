@@ -33,6 +33,7 @@ from serve.generation.request import sampled_logprobs as sampled_logprobs
 from serve.generation.tokenizer import Text
 from serve.policies.store import Policy
 from serve.standby_room import Room
+from serve.vllm.adapters.slots import request_of
 from serve.vllm.boot import EngineClient as EngineClient
 from serve.vllm.boot import (
     FurtherClients,
@@ -46,6 +47,7 @@ from serve.vllm.boot import (
 from serve.vllm.engine_process import WaitingProcess
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -73,6 +75,30 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class Answering:
+    """What answers a request: a policy, as whole weights or as an adapter beside those of another one.
+
+    ``base``: whose weights the engine holds; ``salt``: what prefixes are cached under; ``adapter``: its number, None
+    for the base itself; ``folder``: where the adapter's files are.
+    """
+
+    version: int
+    base: int
+    salt: str
+    adapter: int | None = None
+    folder: str = ""
+
+    @property
+    def lora_request(self) -> LoRARequest | None:
+        """As vLLM has it."""
+        return None if self.adapter is None else request_of(self.adapter, Path(self.folder))
+
+    def spans(self, labels: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """(first token, policy) from (first token, weights) that the engine reports: its labels are the weights'."""
+        return [(start, self.version if weights == self.base else weights) for start, weights in labels]
+
+
+@dataclass(frozen=True)
 class Exchanged:
     """``ms``: how long it kept the engine from its next step; ``kept``: the old weights are there to go back to."""
 
@@ -89,7 +115,13 @@ class Engine:
         self.room = Room(bool(self._swap.in_place), "the engine has not started", config.gpu_memory_utilization)
         """What was decided of swaps before it started."""
         self.version = 0
-        """The policy whose weights the engine holds."""
+        """The policy that serves."""
+        self.base = 0
+        """The policy whose weights the engine holds: that one, or what it is an adapter of."""
+        self.loaded: dict[int, Answering] = {}
+        """By version, what requests can be answered with: the weights, and adapters beside them."""
+        self.kept: frozenset[int] = frozenset()
+        """Versions whose adapters stay, beside that of the policy that serves."""
         self.requests: set[str] = set()
         """Ids of the requests that wait for their last token."""
         self.stats: dict[str, float] = {"running": 0, "waiting": 0, "kv_cache_usage": 0.0, "preemptions": 0}
@@ -98,9 +130,8 @@ class Engine:
         self._llm: AsyncLLM | None = None
         self._waiting: WaitingProcess | None = None
         self._given_up = False
-        self.cache_salt = ""
-        """What prefixes are cached under: one load of one policy."""
         self._loads = 0
+        self._adapters = 0  # the number of the last one
         self._probes = 0
         self._background: set[asyncio.Task[Any]] = set()
         self.processes: list[int] = []
@@ -144,7 +175,7 @@ class Engine:
             hashes = {path.name: policy.files[path.name]["sha256"] for path in policy.weight_files}
             self.processes = await self.llm.collective_rpc("millrace_begin", args=(os.getpid(), hashes))
             await self.llm.update_weight_version(str(policy.version))
-            self._set_version(policy.version)
+            self._exchanged(policy.version)
             # The first steps make kernels, which takes seconds; no user should wait for them.
             await self.generate("warm-up", [0, 0], Sampling(n=2, max_tokens=2, seed=0))
 
@@ -177,9 +208,10 @@ class Engine:
         except Exception as error:
             raise EngineError(f"API process {client.index} can't use the engine: {error}") from error
 
-    def follow(self, version: int, cache_salt: str) -> None:
-        """In a process that has attached itself: what serves from now on."""
-        self.version, self.cache_salt = version, cache_salt
+    def follow(self, version: int, loaded: dict[int, Answering]) -> None:
+        """In a process that has attached itself: what serves from now on, of what is loaded."""
+        self.loaded = loaded
+        self.version, self.base = version, loaded[version].base
 
     def give_up_requests(self) -> None:
         """In a process that has attached itself: the engine has died, and requests end with that error."""
@@ -250,38 +282,51 @@ class Engine:
             self._text = Text(self.llm.get_tokenizer())
         return self._text
 
+    def answering(self, version: int | None = None) -> Answering:
+        """What a request is answered with that begins now: that policy, if it is loaded; else the one that serves."""
+        return self.loaded.get(self.version if version is None else version) or self.loaded[self.version]
+
     # Generating
 
-    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, version: int | None = None
+    ) -> Generation:
         """Sample ``sampling.n`` responses. Cut short by ``abort``, it returns what there is by then.
+
+        ``version``: the policy, if it is loaded; by default the one that serves.
 
         Raises EngineDead when the process is gone, EngineRefused when vLLM refuses the request, EngineError when it
         fails.
         """
-        started = time.monotonic()
+        started, answering = time.monotonic(), self.answering(version)
         params = _params(sampling)
         if sampling.n == 1 and not sampling.stop:  # vLLM looks for stop strings in the API process, token by token
             self.keep_whole(request_id, params)
         final: RequestOutput | None = None
-        async for output in self._outputs(request_id, prompt_token_ids, params):
+        async for output in self._outputs(request_id, prompt_token_ids, params, answering):
             final = output
         if final is None:
             raise EngineError("vLLM ended the request without an answer")
-        return self.read(final, prompt_token_ids, started, decoded=bool(sampling.stop))
+        return self.read(final, prompt_token_ids, started, answering, decoded=bool(sampling.stop))
 
     async def stream(
-        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: GenerationProgress
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        underway: GenerationProgress,
+        version: int | None = None,
     ) -> AsyncIterator[list[tuple[int, str]]]:
         """The same, read while it is generated: at each turn the pieces of text, by the index of their response.
 
         ``underway`` has what there is, all of it at the end. Raises as ``generate`` does.
         """
-        params = _params(sampling, streaming=True)
+        params, answering = _params(sampling, streaming=True), self.answering(version)
         marked = sampling.n == 1 and not sampling.stop
         if marked:
             params.extra_args = _STREAM
             self._whole.add(request_id)
-        async for output in self._outputs(request_id, prompt_token_ids, params):
+        async for output in self._outputs(request_id, prompt_token_ids, params, answering):
             note_first_token(output, underway)
             pieces = []
             for new in output.outputs:
@@ -289,26 +334,34 @@ class Engine:
                 note = output.kv_transfer_params or {}
                 last = new.finish_reason is not None
                 logprobs = new.logprobs if not marked else None if last else note.get("logprobs")
-                growing.add(new.text, new.token_ids, logprobs, self.version)
+                growing.add(new.text, new.token_ids, logprobs, self.sampling_with(answering))
                 if new.finish_reason is not None:
                     all_logprobs = np.frombuffer(note["logprobs"], "<f4") if marked and note else None
                     ending = sampled_logprobs(new.token_ids, logprobs) if all_logprobs is None else all_logprobs
-                    growing.end("error" if nothing_was_left(ending) else new.finish_reason, spans_of(new), all_logprobs)
+                    reason = "error" if nothing_was_left(ending) else new.finish_reason
+                    growing.end(reason, answering.spans(spans_of(new)), all_logprobs)
                     if marked and all_logprobs is None and new.finish_reason != "abort":
                         raise EngineError("vLLM ended a stream without its logprobs")
                 if new.text:
                     pieces.append((new.index, new.text))
             yield pieces
 
-    async def _outputs(self, request_id: str, prompt_token_ids: list[int], params: Any) -> AsyncIterator[RequestOutput]:
+    def sampling_with(self, answering: Answering) -> int:
+        """The policy that samples at the moment for a request that began with this."""
+        return answering.version if answering.adapter is not None and answering.base == self.base else self.base
+
+    async def _outputs(
+        self, request_id: str, prompt_token_ids: list[int], params: Any, answering: Answering
+    ) -> AsyncIterator[RequestOutput]:
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         self.requests.add(request_id)
         try:
-            prompt = tokens_input(prompt_token_ids, cache_salt=self.cache_salt)
-            async for output in self.llm.generate(prompt, params, request_id):
+            prompt = tokens_input(prompt_token_ids, cache_salt=answering.salt)
+            lora_request = answering.lora_request
+            async for output in self.llm.generate(prompt, params, request_id, lora_request=lora_request):
                 yield output
         except EngineDeadError as error:
             raise EngineDead("the engine's process has died") from error
@@ -345,7 +398,9 @@ class Engine:
         self.requests.discard(request_id)
         self._whole.discard(request_id)
 
-    def read(self, final: RequestOutput, prompt_token_ids: list[int], started: float, *, decoded: bool) -> Generation:
+    def read(
+        self, final: RequestOutput, prompt_token_ids: list[int], started: float, answering: Answering, *, decoded: bool
+    ) -> Generation:
         """Read the only output of a request. ``decoded``: vLLM has decoded the text; ``started``: time.monotonic()."""
         note, final.kv_transfer_params = final.kv_transfer_params, None  # the scheduler's, and not the client's
         responses = []
@@ -363,7 +418,7 @@ class Engine:
                 )
             text = output.text if decoded and note is None else self._response_text(output, prompt_token_ids)
             finish_reason = "error" if nothing_was_left(logprobs) else output.finish_reason or "abort"
-            responses.append(Generated(text, token_ids, logprobs, spans, finish_reason))
+            responses.append(Generated(text, token_ids, logprobs, answering.spans(spans), finish_reason))
         metrics = final.metrics
         first_token_s = metrics.first_token_latency if metrics else None
         if note is not None and note["first_token_at"] is not None:
@@ -373,6 +428,68 @@ class Engine:
             queue_ms=_milliseconds(metrics.scheduled_ts - metrics.queued_ts) if metrics else None,
             first_token_ms=_milliseconds(first_token_s) if first_token_s is not None else None,
             total_ms=(time.monotonic() - started) * 1e3,
+        )
+
+    # Adapters beside the weights: put_adapter, serve
+
+    async def put_adapter(self, weights: Weights, timeout_s: float) -> None:
+        """Have an adapter of the weights that the engine holds in it; nothing is answered with it before ``serve``.
+
+        Raises EngineError if all places are taken by adapters that serve, are kept or have requests at work.
+        """
+        version = weights.policy.version
+        async with self._within(timeout_s):
+            if version in self.loaded:
+                return
+            await self._free_place()
+            self._adapters += 1
+            number, folder = self._adapters, str(weights.policy.path)
+            await self.llm.collective_rpc("millrace_put_adapter", args=(number, folder, weights.files))
+        self._loads += 1
+        self.loaded[version] = Answering(version, self.base, f"{version}.{self._loads}", number, folder)
+
+    async def _free_place(self) -> None:
+        assert self.config.adapters is not None
+        while sum(each.adapter is not None for each in self.loaded.values()) >= self.config.adapters.count:
+            used = set(await self.llm.engine_core.call_utility_async("millrace_adapters"))
+            idle = [
+                each
+                for each in self.loaded.values()
+                if each.adapter is not None
+                and each.adapter not in used
+                and each.version not in (self.version, *self.kept)
+            ]
+            if not idle:
+                raise EngineError(
+                    f"all {self.config.adapters.count} adapters of the engine are in use "
+                    f"({', '.join(map(str, sorted(self.loaded)))} are loaded): wait, or raise "
+                    "serve.engine.adapters.count"
+                )
+            oldest = min(idle, key=lambda each: each.adapter or 0)
+            del self.loaded[oldest.version]
+            await self.llm.collective_rpc("millrace_remove_adapter", args=(oldest.adapter,))
+
+    def serve(self, version: int) -> None:
+        """Answer what comes from now on with this policy, which is loaded. What is at work ends with what it has."""
+        self.version = version
+        self.on_load()
+
+    async def end_adapters(self, timeout_s: float) -> None:
+        """Before other weights come: let requests with adapters end, while new ones wait for those weights.
+
+        ``commit`` or ``resume`` lets the engine go on. Raises EngineError if they take longer; it goes on then.
+        """
+        if not any(each.adapter is not None for each in self.loaded.values()):
+            return
+        async with self._within(timeout_s + _CALL_TIMEOUT_S):
+            if await self.drain(timeout_s) and not await self.llm.engine_core.call_utility_async(
+                "millrace_end_adapters", self._adapters
+            ):
+                return
+            await self.llm.resume_generation()
+        raise EngineError(
+            "requests with an adapter did not end within serve.swap.drain_timeout_s, and other weights than their own "
+            "can't come under them"
         )
 
     # Changing the weights: prepare_standby, commit, release; or, in place: hold, load, resume
@@ -441,7 +558,7 @@ class Engine:
             resume = loop.create_task(core.resume_scheduler_async())
             # Tasks start in the order of their creation, and send before they wait. So what is sent after this
             # call comes after the exchange, and what was sent before it before.
-            loop.call_soon(self._set_version, weights.policy.version)
+            loop.call_soon(self._exchanged, weights.policy.version)
             await asyncio.gather(exchange, label, resume)
         results = exchange.result()
         ms = max(result["ms"] for result in results) if held is None else _milliseconds(time.monotonic() - held)
@@ -467,17 +584,20 @@ class Engine:
         async with self._within(timeout_s):
             await llm.collective_rpc("millrace_load", args=(str(policy.path), weights.files))
             await llm.update_weight_version(str(policy.version))
-        self._set_version(policy.version)
+        self._exchanged(policy.version)
 
     async def resume(self, timeout_s: float) -> None:
         """Go on after ``hold``."""
         async with self._within(timeout_s):
             await self.llm.resume_generation()
 
-    async def next_logprobs(self, prompt_token_ids: list[int], token_ids: list[int], timeout_s: float) -> list[float]:
+    async def next_logprobs(
+        self, prompt_token_ids: list[int], token_ids: list[int], timeout_s: float, version: int | None = None
+    ) -> list[float]:
         """The logprob of each of ``token_ids`` as the next one after the prompt, in nats, at temperature 1.
 
-        No request of a client: nothing counts or records it.
+        ``version``: a policy that is loaded; by default the one that serves. No request of a client: nothing counts or
+        records it.
         """
         from vllm.inputs.engine import tokens_input
 
@@ -491,8 +611,9 @@ class Engine:
         )
         self._probes += 1
         prompt = tokens_input(prompt_token_ids, cache_salt=f"own {self._probes}")
+        lora_request = self.answering(version).lora_request
         async with self._within(timeout_s):
-            async for output in self.llm.generate(prompt, params, f"own {self._probes}"):
+            async for output in self.llm.generate(prompt, params, f"own {self._probes}", lora_request=lora_request):
                 logprobs = output.outputs[0].logprobs
         if not logprobs or any(token not in logprobs[0] for token in token_ids):
             raise EngineError("vLLM did not return the requested logprobs")
@@ -516,12 +637,13 @@ class Engine:
                 raise EngineDead("the engine's process has died") from None
             raise
 
-    def _set_version(self, version: int) -> None:
+    def _exchanged(self, version: int) -> None:
+        """The engine holds this policy's weights, and no adapter of those before."""
         # Prefixes are cached under the load that made them, so that not even a rollback meets an older load's.
-        self.version = version
         self._loads += 1
-        self.cache_salt = f"{version}.{self._loads}"
-        self.on_load()
+        self.base = version
+        self.loaded = {version: Answering(version, version, f"{version}.{self._loads}")}
+        self.serve(version)
 
     def _response_text(self, output: CompletionOutput, prompt: list[int]) -> str:
         # The token that ended the response is part of it, but not of its text.

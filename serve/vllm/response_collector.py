@@ -94,6 +94,9 @@ class ResponseCollector(_Base):
         self._cut_off: list[Request] = []
         self._core = _constructing_core()
         self._core.millrace_abandon = self.abandon  # clients call methods of the core, by name
+        self._core.millrace_adapters = self.adapters
+        self._core.millrace_end_adapters = self.end_adapters
+        self._past_adapters = 0
         self._stats_due = 0.0
         self._seen_version = ""
         self._loads: set[str] = set()  # of the version that serves, as the requests since have named them
@@ -112,6 +115,8 @@ class ResponseCollector(_Base):
     def add_request(self, request: Request) -> None:
         """As vLLM's. One that was sent by a process which had not heard of a swap yet is as one that waited."""
         self._note_swap()
+        if request.lora_request is not None and request.lora_request.lora_int_id <= self._past_adapters:
+            request.lora_request = None
         if request.cache_salt is not None:
             load = ".".join(request.cache_salt.split(".", 2)[:2])  # behind it, a client's own salt
             if load in self._past_loads:
@@ -122,6 +127,23 @@ class ResponseCollector(_Base):
         parameters = request.sampling_params
         if parameters is not None and parameters.extra_args and MARK in parameters.extra_args:
             self._collected[request.request_id] = _Collected(streams=parameters.extra_args[MARK] == STREAM)
+
+    def adapters(self) -> list[int]:
+        """The numbers of the adapters that requests are answered with."""
+        return list({of.lora_request.lora_int_id for of in self.requests.values() if of.lora_request is not None})
+
+    def end_adapters(self, last: int) -> int:
+        """Before other weights come: what waits is answered by them alone, and what comes and names an adapter up to
+        ``last``. How many requests are at work with one: if there are some, nothing is done.
+        """
+        with_adapters = [request for request in self.requests.values() if request.lora_request is not None]
+        at_work = sum(request.num_computed_tokens > 0 for request in with_adapters)
+        if at_work:
+            return at_work
+        self._past_adapters = last
+        for request in with_adapters:
+            request.lora_request = None
+        return 0
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """As vLLM's; a marked request that is aborted hands over what it has, with the next step."""

@@ -212,8 +212,8 @@ def unsupported_reason(model: nn.Module, vllm_config: Any) -> str | None:
     """Why this model can't have standby weights; None if it can."""
     if vllm_config.speculative_config is not None:
         return "it is served with a draft model"
-    if vllm_config.lora_config is not None:
-        return "it is served with LoRA adapters"
+    if (lora := vllm_config.lora_config) is not None and lora.target_modules is None:  # of serve.engine.extra
+        return "it is served with LoRA adapters of any layers, which may be around its embedding"
     if model.__class__.__dict__.get("process_weights_after_loading"):
         return f"{type(model).__name__} derives weights of its own after loading"
     if vllm_config.device_config.device.type == "cpu" and not keeps_no_addresses(vllm_config):

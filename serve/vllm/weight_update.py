@@ -9,6 +9,7 @@ kind of fused, sharded, quantized and prepacked weight.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -28,8 +29,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from feedback.processes.exit import end_with_parent
+from serve.policies.adapter_files import ADAPTER_CONFIG
 from serve.policies.mapped_safetensors import MappedFile
 from serve.vllm import per_request_logprobs
+from serve.vllm.adapters import slots
 from serve.vllm.standby_weights import StandbyWeights, hashes, unsupported_reason
 
 log = logging.getLogger(__name__)
@@ -61,6 +64,7 @@ class LoadsWeights:
         """
         self._loaded = None
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
+        self.model_runner.reset_lora_state()  # adapters are of the weights before
         with set_current_vllm_config(self.vllm_config), experts_packed_again(model):
             try:
                 initialize_layerwise_reload(model)
@@ -99,6 +103,8 @@ class MillraceWorker(LoadsWeights):
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
         per_request_logprobs.install(self.model_runner)
+        if self.vllm_config.lora_config is not None:
+            slots.begin(self)
         self._loaded = loaded
         return os.getpid()
 
@@ -141,7 +147,20 @@ class MillraceWorker(LoadsWeights):
             logging.shutdown()
             os._exit(1)
         self._loaded = dict(wanted)
+        self.model_runner.reset_lora_state()
         return {"ms": (time.perf_counter() - began) * 1e3, "kept": kept}
+
+    def millrace_put_adapter(self, number: int, folder: str, files: dict[str, dict[str, Any]]) -> None:
+        """Have an adapter in peft's format under a number. Raises ChangedOnDisk, AdapterRefused."""
+        [name] = files
+        mapped = MappedFile(Path(folder) / name, files[name]["fingerprint"])
+        config = json.loads((Path(folder) / ADAPTER_CONFIG).read_bytes())
+        slots.put(self, number, dict(mapped.tensors()), config)
+        mapped.require_unchanged()
+
+    def millrace_remove_adapter(self, number: int) -> None:
+        """Forget an adapter, which no request names any more."""
+        slots.remove(self, number)
 
     def millrace_release(self) -> None:
         """Free the standby weights, if there are any."""

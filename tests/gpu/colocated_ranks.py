@@ -1,7 +1,7 @@
 """Run by torchrun for test_gpu_generation.py: ranks that train a small model and generate with it, in turns.
 
-Arguments: the policy, the ranks of an engine, train.fp8 as JSON, or null, and train.fsdp as JSON where they are to be
-set. Rank 0 prints one JSON object: what was seen.
+Arguments: the policy, the ranks of an engine, and further settings of training as JSON. Rank 0 prints one JSON object:
+what was seen.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ def main() -> None:
         {
             "ranks": torch.distributed.get_world_size(),
             "dtype": "bfloat16",
-            "fp8": json.loads(sys.argv[3]) if len(sys.argv) > 3 else None,
             "micro_batch_tokens": 4096,
             "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
-            "fsdp": json.loads(sys.argv[4]) if len(sys.argv) > 4 else {"offload_optimizer": True},
+            "fsdp": {"offload_optimizer": True},
             "rollout": {
                 "tensor_parallel_size": engine,
                 "max_model_len": 128,
@@ -45,6 +44,7 @@ def main() -> None:
                 "enforce_eager": DEVICE == "cpu",  # on a GPU with CUDA graphs, whose weights keep their places
             },
         }
+        | (json.loads(sys.argv[3]) if len(sys.argv) > 3 else {})
     )
     peers: dict[str, Any] = {}
     actor = peers["actor"] = ActorWorker(policy=policy, config=config, peers=peers)

@@ -82,8 +82,8 @@ def test_an_engine_sleeps_while_its_weights_are_trained_and_generates_with_the_n
 
 @gpu_test("part", "both memories are one, and nothing sleeps", packages=VLLM)
 def test_what_is_trained_leaves_the_device_to_the_engine_while_it_generates(policy: Path) -> None:
-    fsdp = {"offload_while_generating": True}
-    found = in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1, "null", json.dumps(fsdp))
+    settings = {"fsdp": {"offload_while_generating": True}}
+    found = in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1, json.dumps(settings))
     require_turns(found, home=DEVICE)
     assert found["here"] == [0, 0, 0]
     assert found["goes on"], "it dozed while the actor was needed, and has its weights again"
@@ -99,7 +99,26 @@ def test_an_engine_of_two_ranks_sleeps_and_wakes_alike(policy: Path) -> None:
 def test_an_engine_in_fp8_takes_new_weights_and_stays_near_to_training(policy: Path, training: str | None) -> None:
     fp8 = {"training": training, "rollout": "fp8_per_channel", "emulate": DEVICE == "cpu"}
     # Of large random weights fp8 differs most: on a CPU 0.35 nats a token were seen, and 0.54 with training in fp8 too.
-    require_turns(in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1, json.dumps(fp8)), wider=15)
+    require_turns(in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1, json.dumps({"fp8": fp8})), wider=15)
+
+
+@gpu_test("part", "products are those of `cpu_products.py`, nothing sleeps, is offloaded or is captured", packages=VLLM)
+@pytest.mark.parametrize("sync", ["merged", "adapters"])
+def test_an_engine_generates_beside_adapters_sleeps_and_keeps_the_weights_under_them(policy: Path, sync: str) -> None:
+    adapters = {"lora": {"rank": 16, "sync": sync}, "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0}}
+    require_turns(in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1, json.dumps(adapters)))
+
+
+@gpu_test("part", "as with one rank, and over gloo", devices=2, packages=VLLM)
+@pytest.mark.parametrize(("engine", "training"), [(1, 1), (2, 1), (2, 2)])
+def test_adapters_of_two_ranks_arrive_and_say_what_merged_weights_say(
+    tmp_path: Path, engine: int, training: int
+) -> None:
+    from tests.train.weight_sync.test_adapter_sync import make_policy
+
+    found = in_torchrun(2, "tests.train.adapter_ranks", make_policy(tmp_path), engine, training, "float32")
+    assert found
+    assert not any(found.values()), next(filter(None, found.values()))
 
 
 # ---------------------------------------------------------------------------------------- as a server's engine

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve.config import EngineConfig, SwapConfig
+from serve.config import AdaptersConfig, EngineConfig, SwapConfig
 from serve.standby_room import GIB, RESERVED, WORKSPACE, Needs, Room, decide, room_of
+from serve.vllm.adapters.slots import server_places_bytes
 
 # Qwen2.5-7B in bfloat16: 7,615,616,512 parameters, and 57,344 bytes of KV cache for a token.
 WEIGHTS = 2 * 7_615_616_512
@@ -115,6 +116,25 @@ def test_a_policys_files_say_what_it_needs(tmp_path: Path) -> None:
     assert (machine.in_place, machine.kv_cache_bytes) == (False, room_of_share(64))
     busy = room_of(EngineConfig(), swap, folder, gpu=False, memory=64 * GIB, available=20 * GIB)
     assert (busy.in_place, busy.kv_cache_bytes) == (True, room_of_share(64))
+
+
+def test_slots_for_adapters_take_of_the_engines_room_and_not_of_a_second_sets(tmp_path: Path) -> None:
+    folder, engine, swap = policy(tmp_path), EngineConfig(), SwapConfig()
+    beside = room_of(engine, swap, folder, gpu=True, memory=device(80), adapters=GIB)
+    assert (beside.in_place, beside.second) == (False, SECOND + SPARE)
+    assert not room_of(engine, swap, folder, gpu=True, memory=device(34)).in_place
+    assert room_of(engine, swap, folder, gpu=True, memory=device(34), adapters=GIB).in_place
+
+
+def test_what_slots_for_adapters_take_is_counted_by_the_shapes_of_layers(tmp_path: Path) -> None:
+    layer = {"dtype": "BF16", "shape": [300, 100], "data_offsets": [0, 60000]}
+    names = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight")
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    header = json.dumps(dict.fromkeys(names, layer)).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(60000))
+    room = AdaptersConfig(count=3, rank=5)  # vLLM has kernels for rank 8
+    assert server_places_bytes(EngineConfig(adapters=room), tmp_path) == 3 * 8 * 2 * (300 + 100) * 2
+    assert server_places_bytes(EngineConfig(), tmp_path) == 0
 
 
 def room_of_share(gigabytes: int) -> int:

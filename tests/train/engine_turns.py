@@ -33,7 +33,8 @@ def main() -> None:
         {
             "dtype": "float32",
             "micro_batch_tokens": 4096,
-            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},
+            "optimizer": {"learning_rate": settings.get("learning_rate", 1e-3), "warmup_steps": 0},
+            "lora": settings.get("lora"),
             "fsdp": settings.get("fsdp", {}),
             "rollout": rollout | settings.get("rollout", {}),
         }

@@ -215,6 +215,22 @@ class LoraConfig(AdapterConfig):
     publish_adapter: bool = Field(
         False, description="Leave the adapter in the run's folder too, in peft's format, beside the merged policy."
     )
+    publish: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="What the candidate is. merged: a model with the adapters merged into its weights; adapter: the "
+        "adapter alone, beside the parent's weights or those that the parent is an adapter of.",
+    )
+    publish_rank: int = Field(
+        64,
+        ge=1,
+        description="The largest rank of a candidate that is an adapter. It has that of a parent which is one in it; "
+        "beyond this rank the candidate is merged.",
+    )
+    sync: Literal["merged", "adapters"] = Field(
+        "merged",
+        description="What generation gets after each step. merged: all weights, with the adapters merged into them; "
+        "adapters: the adapters alone, which vLLM computes beside the parent's weights.",
+    )
 
 
 class PolicyModelConfig(Section):

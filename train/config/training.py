@@ -30,6 +30,9 @@ from train.config.sections import (
     RunStoreConfig,
 )
 
+MAX_RANK: Final = 512
+"""Of adapters that vLLM has kernels for."""
+
 _OF_ANY_RUN: Final = (
     *(
         "runs",
@@ -256,6 +259,11 @@ class TrainConfig(Section):
         return not self.algorithm.is_offline and self.data.fresh_prompts_per_step > 0
 
     @property
+    def generates_beside_adapters(self) -> bool:
+        """Whether generation has the parent's weights, and beside them the adapters in training."""
+        return self.samples and self.lora is not None and self.lora.sync == "adapters"
+
+    @property
     def rewards_responses(self) -> bool:
         """Whether what is sampled is rewarded by a reward function; an environment rewards by itself."""
         return self.samples and self.environment is None
@@ -389,6 +397,22 @@ def _fp8_suits(config: TrainConfig) -> None:
 
 
 def _adapters_suit(config: TrainConfig) -> None:
+    if config.generates_beside_adapters:
+        assert config.lora is not None
+        for name, found, wanted, reason in (
+            ("train.lora.base", config.lora.base, None, "generation would have the weights as they are stored"),
+            ("train.rollout.backend", config.rollout.backend, "vllm", "generates by the weights in training"),
+        ):
+            if found != wanted:
+                raise ValueError(
+                    f"train.lora.sync=adapters and {name}={found}: {reason}; set train.lora.sync to merged, or "
+                    f"{name} to {wanted or 'null'}"
+                )
+        if config.lora.rank > MAX_RANK:
+            raise ValueError(
+                f"train.lora.rank={config.lora.rank} is more than the {MAX_RANK} that vLLM computes adapters of: use "
+                "less, or train.lora.sync=merged"
+            )
     for setting, lora in (("train.lora", config.lora), ("train.algorithm.critic.lora", config.algorithm.critic.lora)):
         if lora is None or lora.base is None:
             continue

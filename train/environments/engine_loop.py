@@ -71,15 +71,17 @@ class Player:
         to_sample: Callable[[Any, list[int]], Sample],
         start_of: Callable[[Any], Start],
         salt: Callable[[], str | None] = lambda: None,
+        adapter: int | None = None,
     ) -> None:
         """``engine``: vLLM's LLMEngine. ``params``: makes its sampling parameters; ``to_sample`` reads a completion.
 
         ``start_of``: what a request is of, which has a ``key``. ``salt``: what prefixes are cached under that are
-        computed now; None where the weights never change.
+        computed now; None where the weights never change. ``adapter``: the number of the engine's adapter that samples;
+        None: its weights do.
         """
         self._engine, self._text, self._config, self._limits = engine, text, config, limits
         self._make, self._params, self._to_sample, self._start_of = make, params, to_sample, start_of
-        self._salt = salt
+        self._salt, self._adapter = salt, adapter
         self._events: SimpleQueue[_Turn | tuple[_Running, Episode | BaseException]] = SimpleQueue()
         self._waiting: deque[tuple[str, Start]] = deque()
         self._running: dict[str, _Running] = {}
@@ -160,7 +162,7 @@ class Player:
         params = self._params(max_tokens=turn.max_tokens, detokenize=False, **turn.of.start.sampling(turn.turn))
         name = f"{turn.of.key}-{turn.turn}"
         self._sampling[name] = turn
-        add_request(self._engine, name, turn.context, params, self._salt())
+        add_request(self._engine, name, turn.context, params, cache_salt=self._salt(), adapter=self._adapter)
 
     def _step(self) -> None:
         for output in self._engine.step():

@@ -143,15 +143,33 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.set_scale(NAME, 1.0)
 
 
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, float]]:
+    """(name as peft's files have it, parameter, factor) of each A and B; a layer adds B · A x times B's factor."""
+    for name, parameter in held(model):
+        if ADAPTER not in name:
+            continue
+        layer = model.get_submodule(name.split(ADAPTER)[0])
+        factor = float(layer.scaling[NAME]) if ".lora_B." in name else 1.0
+        yield "base_model.model." + plain_name(name).replace(f".{NAME}.", "."), parameter.detach(), factor
+
+
+def require_publishable(model: nn.Module) -> None:
+    """Raise ValueError for adapters that can't be merged by the names in a checkpoint, from the files alone."""
+    keys: dict[str, list[str]] = model.checkpoint_keys
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "lora_A"):
+            continue
+        weight = f"{plain_name(name + '.')}weight"
+        if layer.fan_in_fan_out or keys.get(weight) != [weight]:
+            raise ValueError(
+                f"train.lora.publish=adapter: {plain_name(name + '.').removesuffix('.')} is stored otherwise than peft "
+                "names it: use train.lora.publish=merged, or other train.lora.target_modules"
+            )
+
+
 def export_adapter(model: nn.Module, config: LoraConfig, policy: Path, folder: Path) -> None:
     """Write the adapter to ``folder`` in peft's format (safetensors, float32); every rank must call it."""
-    tensors = {
-        "base_model.model." + plain_name(name).replace(f".{NAME}.", "."): whole_tensor(parameter.detach())
-        .cpu()
-        .contiguous()
-        for name, parameter in held(model)
-        if ADAPTER in name
-    }
+    tensors = {name: whole_tensor(parameter).cpu().contiguous() for name, parameter, _ in adapter_parameters(model)}
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

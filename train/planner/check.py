@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from serve.config import EngineConfig, SwapConfig
 from serve.kv_cache import SERVER_SHARE, fit_engine
 from serve.standby_room import CHANGING_MEMORY, room_of, size_text, weight_bytes
+from serve.vllm.adapters.slots import server_places_bytes
 from train.config.context_length import rollout_cache
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
@@ -212,6 +213,7 @@ def _server(engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machi
         return Finding("unplanned", f"serve.engine.extra has {', '.join(other)}")
     gpu, t, share = machine.kind == "cuda", engine.tensor_parallel_size, engine.gpu_memory_utilization
     whole, _ = weight_bytes(policy, engine.dtype)
+    whole += t * (places := server_places_bytes(engine, policy))
     least = 0.0 if gpu else SERVER_SHARE  # on a GPU the cache gets what is left
     cache = fit_engine(engine, policy, section="serve.engine", share=least, memory=machine.memory // (1 if gpu else t))
     size = cache.size or 0
@@ -242,6 +244,7 @@ def _server(engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machi
         memory=machine.memory // ranks,
         available=machine.memory // (ranks * (1 if gpu else replicas)),
         reserved=machine.reserved,
+        adapters=places,
     )
     if room.in_place:
         return Finding("fits", f"{text}; a swap loads the next policy in place, while requests wait: {room.reason}")

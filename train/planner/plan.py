@@ -577,7 +577,14 @@ class _Planner:
         in_fp8 = 0
         if fp8 is not None and fp8.rollout is not None:  # of vLLM's: all linear layers but the output layer
             in_fp8 = sum(shape.kinds.get(kind, 0) for kind in ("attention", "mlp", "experts"))
-        return (self.itemsize * (shape.parameters - in_fp8) + in_fp8) // self.t
+        copies = 2 if self.config.generates_beside_adapters else 0  # vLLM's slot, and what was put into it
+        adapters = int(copies * self.itemsize * self._adapters)
+        return (self.itemsize * (shape.parameters - in_fp8) + in_fp8) // self.t + adapters
+
+    @property
+    def _adapters(self) -> float:
+        """Parameters of the adapters in training."""
+        return self.models.actor.shape.kinds.get("adapters", 0)
 
     @property
     def _engine_buffers(self) -> int:
@@ -643,7 +650,9 @@ class _Planner:
             return
         bucket = self.config.rollout.reshard_bucket_bytes
         largest = max(unit.largest for unit in (*shape.layers, shape.root))
-        if self.config.rollout.reshard == "gather":
+        if self.config.generates_beside_adapters:
+            bucket = int(2 * self.itemsize * self._adapters)  # as they are gathered, and as vLLM keeps them
+        elif self.config.rollout.reshard == "gather":
             bucket += 2 * self.itemsize * largest  # as it is gathered, and put together
         sync = _named("rollout", Counter(weights=self._engine_weights, buffers=bucket))
         beside = self._beside("rollout", pool)
@@ -672,7 +681,9 @@ class _Planner:
         shape = self.models.policy.shape
         ranks = self.config.ranks_of(self.pools["actor"])
         whole = self.itemsize * shape.parameters
-        if self._own_pool and self.config.rollout.reshard == "gather":  # rank 0 sends all of it to all
+        if self.config.generates_beside_adapters:  # from rank 0 to all, or gathered by each
+            moved = int(self.itemsize * self._adapters * (1 if self._own_pool else (ranks - 1) / ranks))
+        elif self._own_pool and self.config.rollout.reshard == "gather":  # rank 0 sends all of it to all
             moved = whole
         elif self._own_pool:  # an engine's rank gets its slice, and those that train share what all engines get
             engines = self.config.ranks_of(self.pools["rollout"]) // self.t

@@ -39,6 +39,7 @@ class Responses:
         params: makes vLLM's sampling parameters of a request.
         to_sample: reads a completion, of the prompt's token ids.
         salt: what prefixes are cached under that are computed now.
+        adapter: the number of the engine's adapter that samples; None: its weights do.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Responses:
         params: Callable[[Request], Any],
         to_sample: Callable[[Any, list[int]], Sample],
         salt: Callable[[], str],
+        adapter: int | None = None,
     ) -> None:
-        self._engine, self._params, self._to_sample, self._salt = engine, params, to_sample, salt
+        self._engine, self._params, self._to_sample = engine, params, to_sample
+        self._salt, self._adapter = salt, adapter
         self._under_way: dict[str, Request] = {}
 
     @property
@@ -58,7 +61,8 @@ class Responses:
     samples = busy
 
     def start(self, request: Request) -> None:
-        add_request(self._engine, request.key, request.prompt, self._params(request), self._salt())
+        params, salt = self._params(request), self._salt()
+        add_request(self._engine, request.key, request.prompt, params, cache_salt=salt, adapter=self._adapter)
         self._under_way[request.key] = request
 
     def step(self) -> dict[str, Sample]:

@@ -11,8 +11,10 @@ from typing import Any
 
 from feedback.files import link_or_copy
 from serve.policies import probe
+from serve.policies.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, name_base, rank_of, stack, write_merged
 from serve.policies.folder import WrittenFile
 from serve.policies.store import Policy, PolicyStore
+from serve.policies.whole_policies import base_of, whole
 from train.config.training import TrainConfig
 from train.context import JobContext, RunStart
 from train.controller.worker_group import WorkerGroup
@@ -53,7 +55,10 @@ def publish(
     ``best``: the weights that become the policy, in place of those that the actor has.
     """
     exported = export_aside(actor, parent, context, best=best)
-    folder = exported.folder
+    folder, base = exported.folder, None
+    if (folder / ADAPTER_CONFIG).exists():
+        assert config.lora is not None
+        base = beside(parent, folder, config.lora.publish_rank)
     lineage = lineage_of(config, context, start, data, erased)
     lineage |= {"prompts": data.usable, "reward": start.reward, "scorer": start.scorer}
     if made_by := model_lineage(config.model, folder):
@@ -66,12 +71,49 @@ def publish(
         parent=parent.version,
         lineage=lineage,
         metrics=metrics,
-        probe=partial(probe.measure, model_class=own_class(config.model), piecewise=piecewise_model),
+        probe=partial(measure, base, context.folder / "measured", own_class(config.model)),
         learned_prompts=getattr(data, "learned_prompts", None),  # what a dataflow of one's own reads may not say so
         written=exported.written,
+        base=base,
     )
     shutil.rmtree(folder)
     return policy
+
+
+def beside(parent: Policy, folder: Path, most: int) -> Policy | None:
+    """Make of the adapter in ``folder``, which was trained on the parent, one of weights that a policy has.
+
+    ``most``: the largest rank. Returns that policy; None if the rank were larger: the folder then has a merged model.
+    """
+    base, whole_parent = parent if parent.base is None else base_of(parent), whole(parent)
+    rank = rank_of(folder) + (0 if parent.base is None else rank_of(parent.path))
+    if rank > most:
+        write_merged(whole_parent.weight_files, folder, folder)
+        for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+            (folder / name).unlink()
+        for path in whole_parent.path.glob("*.safetensors.index.json"):
+            shutil.copyfile(path, folder / path.name)
+        return None
+    if parent.base is not None:
+        stack(folder, parent.path)
+    name_base(folder, base.path.name)
+    return base
+
+
+def measure(base: Policy | None, aside: Path, model_class: Any, folder: Path) -> dict[str, Any]:
+    """The numbers of what is in ``folder`` (``serve.policies.probe``): of an adapter those of the model that it makes,
+    which is written to ``aside`` for a while."""
+    if base is None:
+        return probe.measure(folder, model_class=model_class, piecewise=piecewise_model)
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(folder, aside, ignore=shutil.ignore_patterns(ADAPTER_CONFIG, ADAPTER_WEIGHTS))
+    try:
+        for path in base.path.glob("*.safetensors.index.json"):
+            shutil.copyfile(path, aside / path.name)
+        write_merged(base.weight_files, folder, aside)
+        return probe.measure(aside, model_class=model_class, piecewise=piecewise_model)
+    finally:
+        shutil.rmtree(aside)
 
 
 def export_aside(
@@ -116,7 +158,7 @@ def metrics_of(history: list[dict[str, float]]) -> dict[str, Any]:
 
 def copy_missing_files(parent: Policy, folder: Path, leave_out: Collection[str] = ()) -> None:
     """Copy to ``folder`` the files of the parent that it does not have, but no weights and none named ``leave_out``."""
-    weights = {path.name for path in parent.path.glob("*.safetensors*")}
+    weights = {path.name for path in parent.path.glob("*.safetensors*")} | {ADAPTER_CONFIG}
     for name in parent.files:
         if name not in weights and Path(name).name not in leave_out and not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -6,5 +6,5 @@ where), ``loader_tracing`` (what vLLM's own loaders read, and where they put it)
 (buckets, by all-to-all), ``vllm_writer`` (writes slices into the live model), ``checksums`` (proof that generation has
 the weights that training has), ``transfer`` (the process groups of one pool or of two that share no process).
 
-``gather`` (the way without a plan: every tensor whole).
+``gather`` (the way without a plan: every tensor whole); ``adapters`` (adapters alone, beside the engine's own weights).
 """

@@ -12,7 +12,7 @@ from train.batch.packed import PackedBatch
 from train.controller.dispatch import answer_and_per_token, by_tokens, dispatch, per_token, to_all
 from train.export.model_folder import export
 from train.model.fsdp import build, token_log_probs
-from train.model.lora import export_adapter
+from train.model.lora import export_adapter, require_publishable
 from train.own_model.model_class import maker
 from train.own_model.separation import require_apart
 from train.workers.model_worker import TrainedWorker, forward_per_token
@@ -26,6 +26,8 @@ class ActorWorker(TrainedWorker):
     def build(self) -> nn.Module:
         model = build(self.policy, lora=self.config.lora, make=maker(self.config.model), **self.build_options)
         require_apart(model, self.build_options["dtype"])
+        if self.config.lora is not None and self.config.lora.publish == "adapter":
+            require_publishable(model)
         return model
 
     @property
@@ -66,14 +68,20 @@ class ActorWorker(TrainedWorker):
 
     @dispatch(to_all)
     def export(self, folder: Path) -> dict[str, WrittenFile]:
-        """Write a Hugging Face model to ``folder``; beside it ``adapter``, with ``train.lora.publish_adapter``.
+        """Write a Hugging Face model to ``folder``, or with ``train.lora.publish: adapter`` what peft needs beside one;
+        and next to it ``adapter``, with ``train.lora.publish_adapter``.
 
         Returns:
-            The files of weights in ``folder``, by name.
+            The files of weights in ``folder``, by name; none of an adapter, which is small enough to be read again.
         """
-        written = export(self.model, self.policy, folder)
-        if self.config.lora is not None and self.config.lora.publish_adapter:
-            export_adapter(self.model, self.config.lora, self.policy, folder.with_name("adapter"))
+        lora = self.config.lora
+        written: dict[str, WrittenFile] = {}
+        if lora is None or lora.publish == "merged":
+            written = export(self.model, self.policy, folder)
+        else:
+            export_adapter(self.model, lora, self.policy, folder)
+        if lora is not None and lora.publish_adapter:
+            export_adapter(self.model, lora, self.policy, folder.with_name("adapter"))
         return written
 
 

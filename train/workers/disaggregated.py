@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import TCPStore
 
+from train.config.training import TrainConfig
 from train.controller.dispatch import dispatch, to_all
 from train.controller.rendezvous import find_store, open_store
+from train.weight_sync.adapters import load_adapters, whole_adapters
 from train.weight_sync.gather import load_whole, whole_tensors
 from train.weight_sync.sync import WeightSync
 from train.weight_sync.transfer import JoinedPools, WeightStream
@@ -30,7 +32,8 @@ class Rendezvous:
 class SendingActor(ActorWorker):
     """An actor whose weights are generated with elsewhere: each rank sends of its shards what engines need of them.
 
-    With ``train.rollout.reshard: gather`` rank 0 sends whole tensors, and the others have their shards gathered.
+    With ``train.rollout.reshard: gather``, and where adapters alone go, rank 0 sends whole tensors, and the others have
+    their shards gathered.
     """
 
     store: TCPStore | None = None
@@ -53,7 +56,7 @@ class SendingActor(ActorWorker):
     @dispatch(to_all)
     def send_weights(self, rendezvous: Rendezvous) -> None:
         """Send the weights as they are; the receivers must call ``receive_weights`` meanwhile."""
-        if self.config.rollout.reshard == "gather":
+        if _sends_whole(self.config):
             self._send_whole(rendezvous)
             return
         if self.weight_sync is None:
@@ -66,7 +69,8 @@ class SendingActor(ActorWorker):
     @torch.no_grad()
     def _send_whole(self, rendezvous: Rendezvous) -> None:
         dtype = getattr(torch, self.config.dtype)
-        weights = whole_tensors(self.model, dtype)
+        adapters = self.config.generates_beside_adapters
+        weights = whole_adapters(self.model, dtype) if adapters else whole_tensors(self.model, dtype)
         if self.rank > 0:
             for _ in weights:  # takes part in the collectives that gather each tensor
                 pass
@@ -90,10 +94,10 @@ class ReceivingRollout(RolloutWorker):
     @dispatch(to_all)
     def receive_weights(self, rendezvous: Rendezvous, *, version: int) -> None:
         """Take over the weights that the actor sends; ``version`` as of ``load_actor_weights``."""
-        if self.config.rollout.reshard == "gather":
+        if _sends_whole(self.config):
             if self.stream is None:
                 self.stream = WeightStream(self._join(rendezvous, 1, "tensors"))
-            load_whole(self.llm, self.stream.receive())
+            (load_whole if self.adapter is None else load_adapters)(self.llm, self.stream.receive())
         else:
             if self.weight_sync is None:
                 group = self._join(rendezvous, rendezvous.senders, "slices")
@@ -110,3 +114,8 @@ class ReceivingRollout(RolloutWorker):
         timeout_s = self.config.step_timeout_s
         store = find_store(rendezvous.address, rendezvous.port, timeout_s)
         return JoinedPools(store, senders + self.rank, senders + rendezvous.receivers, timeout_s, name)
+
+
+def _sends_whole(config: TrainConfig) -> bool:
+    """Whether whole tensors go from rank 0, not slices: every rank of an engine takes its part of whole adapters."""
+    return config.generates_beside_adapters or config.rollout.reshard == "gather"

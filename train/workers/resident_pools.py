@@ -163,6 +163,9 @@ def rollout_engine(config: TrainConfig, policy: Policy, model: Path) -> dict[str
         "kv_cache_bytes": cache.size,
         "enable_prefix_caching": r.enable_prefix_caching,
         "labels_tokens": r.staleness > 0,  # it schedules no step ahead then
+        "adapters": [config.lora.rank, config.lora.target_modules]
+        if config.lora and config.generates_beside_adapters
+        else None,
     }
 
 

@@ -21,6 +21,7 @@ from feedback.trusted_code import trusted
 from serve.generation.tokenizer import Text
 from serve.policies.folder import fingerprint
 from serve.policies.store import Policy
+from serve.vllm.adapters.slots import adapter_arguments, places_bytes
 from serve.vllm.boot import (
     OFFLINE_WORKER,
     launched_executor,
@@ -45,6 +46,7 @@ from train.model.hf_io import stored_in
 from train.model.low_precision.float8 import require_fp8
 from train.rollouts.request import Request, requests_of
 from train.rollouts.responses import Responses, Sampling, until_ended
+from train.weight_sync.adapters import NUMBER, begin_adapters, sync_adapters
 from train.weight_sync.gather import gather
 from train.weight_sync.sync import WeightSync
 
@@ -63,6 +65,7 @@ class RolloutWorker(Worker):
     def __init__(self, *, policy: Path, config: TrainConfig, seed: int, **peers: Any) -> None:
         super().__init__(**peers)
         self.config = config
+        self.adapter = NUMBER if config.generates_beside_adapters else None
         self.weight_sync: WeightSync | None = None
         self.ended: dict[str, Any] = {}
         self.sleeps = torch.cuda.is_available() and config.placement.rollout == config.placement.actor
@@ -82,6 +85,8 @@ class RolloutWorker(Worker):
         else:
             self.llm = self._boot(policy, seed)
             self.text = Text(self.llm.get_tokenizer())
+        if self.adapter is not None:
+            begin_adapters(self.llm)
         self.prefixes = 0
         """How often vLLM's cache of prefixes has begun anew."""
         self.sampling: Sampling = self._player() if config.environment is not None else self._responses()
@@ -94,11 +99,13 @@ class RolloutWorker(Worker):
         if self.rank == 0 and not torch.cuda.is_available():
             log.warning("no sleep on a CPU: the engine keeps its weights and its KV cache while the policy is trained")
         cache = rollout_cache(config, policy)
+        adapters = {} if self.adapter is None else room_for_adapter(config, policy)
         on_gpu: dict[str, Any] = {}
         if torch.cuda.is_available():
             device_bytes = torch.cuda.get_device_properties(0).total_memory
+            beside = (cache.size or 0) + self._adapter_bytes(policy)
             on_gpu = {
-                "gpu_memory_utilization": memory_share(policy, cache.size or 0, r.tensor_parallel_size, device_bytes),
+                "gpu_memory_utilization": memory_share(policy, beside, r.tensor_parallel_size, device_bytes),
                 # It numbers the devices of all ranks as if each saw all of them, and each sees its own alone.
                 "disable_custom_all_reduce": True,
             }
@@ -124,6 +131,7 @@ class RolloutWorker(Worker):
             generation_config="vllm",
             worker_extension_cls=OFFLINE_WORKER,
             disable_log_stats=True,
+            **adapters,
         )
         torch.distributed.barrier()
         # Every rank has mapped its engine's shared memory; without a name it goes with the last process.
@@ -131,14 +139,23 @@ class RolloutWorker(Worker):
             segment.unlink(missing_ok=True)
         return llm
 
+    def _adapter_bytes(self, policy: Path) -> int:
+        """Memory of the slot for the adapter in training."""
+        lora, itemsize = self.config.lora, getattr(torch, self.config.dtype).itemsize
+        if self.adapter is None or lora is None:
+            return 0
+        modules = None if lora.target_modules == "all-linear" else lora.target_modules
+        return places_bytes(policy, count=1, rank=lora.rank, itemsize=itemsize, modules=modules)
+
     @dispatch(to_all)
     def sleep(self, _: None = None) -> None:
         """Leave the GPU's memory to training until ``load_actor_weights``: neither weights nor KV cache are kept.
 
-        What is under way computes its tokens so far once more when the engine wakes.
+        What is under way computes its tokens so far once more when the engine wakes. Weights that training doesn't have
+        to give, as only adapters change, wait in the host's memory.
         """
         if self.sleeps and not self.asleep:
-            self.llm.sleep(level=2, mode="keep")
+            self.llm.sleep(level=2 if self.adapter is None else 1, mode="keep")
             self.asleep = True
 
     def make_room(self) -> None:
@@ -214,6 +231,9 @@ class RolloutWorker(Worker):
             self.asleep = self.dozes = False
 
     def _take_weights(self, model: torch.nn.Module) -> None:
+        if self.adapter is not None:
+            sync_adapters(model, self.llm)
+            return
         if self.config.rollout.reshard == "gather":
             gather(model, self.llm)
             return
@@ -292,7 +312,7 @@ class RolloutWorker(Worker):
             drawn = {"temperature": 0.0} if request.greedy else drawn_from(r) | {"seed": request.seed}
             return sampling_params(max_tokens=r.max_tokens, detokenize=False, **drawn)  # text is decoded once, whole
 
-        return Responses(self.llm.llm_engine, params, self._sample, self._salt)
+        return Responses(self.llm.llm_engine, params, self._sample, self._salt, self.adapter)
 
     def _player(self) -> Player:
         assert self.config.environment is not None
@@ -313,6 +333,7 @@ class RolloutWorker(Worker):
             self._sample,
             start,
             self._salt,
+            self.adapter,
         )
 
     def _sample(self, completion: Any, context: list[int]) -> Sample:
@@ -329,6 +350,14 @@ class RolloutWorker(Worker):
         """What a method, or a property, of an evaluation's engine returns, called on the first engine."""
         with policy_logprobs(self.llm):
             return call.of(OfflineEngine.around(self.llm, eager=self.config.rollout.is_eager))
+
+
+def room_for_adapter(config: TrainConfig, policy: Path) -> dict[str, Any]:
+    """vLLM's arguments of an engine that generates beside the adapters in training."""
+    lora = config.lora
+    assert lora is not None
+    modules = None if lora.target_modules == "all-linear" else lora.target_modules
+    return adapter_arguments(policy, count=1, rank=lora.rank, modules=modules, setting="train.lora.rank")
 
 
 def load_files(llm: Any, policy: Path) -> None:
@@ -367,10 +396,12 @@ def turn_sampling(drawn: dict[str, Any], seed: int | None, turn: int) -> dict[st
     return {"temperature": 0.0} if seed is None else drawn | {"seed": seed_of(seed, turn)}
 
 
-def memory_share(policy: Path, kv_cache_bytes: int, tensor_parallel_size: int, device_bytes: int) -> float:
+def memory_share(policy: Path, beside_bytes: int, tensor_parallel_size: int, device_bytes: int) -> float:
     """The share of a device's memory that must be free for an engine on it, beside what training holds there.
+
+    ``beside_bytes``: of the KV cache, and of adapters.
 
     vLLM refuses to start if less is, and its default is 92 %, however small the KV cache. A tenth is for buffers.
     """
     weights = sum(file.stat().st_size for file in policy.glob("*.safetensors"))
-    return min(1.0, 1.1 * (weights / tensor_parallel_size + kv_cache_bytes) / device_bytes)
+    return min(1.0, 1.1 * (weights / tensor_parallel_size + beside_bytes) / device_bytes)

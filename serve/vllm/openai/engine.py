@@ -67,7 +67,7 @@ class CapturedEngine:
         request = current.get()
         reasoning = {name: options.get(name) for name in ("reasoning_ended", "reasoning_parser_kwargs")}
         row_request = request.for_prompt(request_id, prompt, params)  # before ``params`` are changed
-        source = OpenAISource(self._engine, prompt, params, request_id, reasoning)
+        source = OpenAISource(self._engine, prompt, params, request_id, reasoning, row_request.version)
         response_ids = request.response_ids(len(request.active.prompts), params.n)
         engine_error = _ungenerable(params, request.structured_by)
         recorded = RecordedPrompt(request.active, row_request, source, response_ids, engine_error)
@@ -115,6 +115,7 @@ class OpenAISource:
         params: SamplingParams,
         request_id: str,
         reasoning: dict[str, Any],
+        version: int | None,
     ) -> None:
         self.final: RequestOutput | None = None
         """After ``whole``: the only output, with its text."""
@@ -123,6 +124,7 @@ class OpenAISource:
         self._params = params
         self._request_id = request_id
         self._reasoning = reasoning
+        self._answering = engine.answering(version)
 
     async def whole(self) -> Generation:
         """The responses at once. Raises EngineRefused, EngineError."""
@@ -131,7 +133,7 @@ class OpenAISource:
             queue = await self._submit()
             final = await self._next(queue)
             token_ids, decoded = self._prompt["prompt_token_ids"], self._params.detokenize
-            generation = self._engine.read(final, token_ids, progress.started, decoded=decoded)
+            generation = self._engine.read(final, token_ids, progress.started, self._answering, decoded=decoded)
         finally:
             self._engine.forget(self._request_id)
         for output, response in zip(final.outputs, generation.responses, strict=True):
@@ -172,22 +174,28 @@ class OpenAISource:
             response = progress.responses[piece.index]
             if response.finish_reason is not None:
                 continue
-            response.add(piece.text, piece.token_ids, piece.logprobs, self._engine.version)
+            response.add(piece.text, piece.token_ids, piece.logprobs, self._engine.sampling_with(self._answering))
             if nothing_was_left(sampled_logprobs(piece.token_ids, piece.logprobs)):
-                response.end("error", spans_of(piece) or None)
+                response.end("error", self._answering.spans(spans_of(piece)) or None)
                 fails = True
             elif piece.finish_reason is not None:
-                response.end(piece.finish_reason, spans_of(piece))
+                response.end(piece.finish_reason, self._answering.spans(spans_of(piece)))
         return fails
 
     async def _submit(self) -> RequestOutputCollector:
         engine, own_salt = self._engine, self._prompt.get("cache_salt")
-        llm, salt = engine.llm, engine.cache_salt
+        llm, answering = engine.llm, self._answering
         self._request_logprobs()
-        self._prompt["cache_salt"] = salt if own_salt is None else f"{salt}.{own_salt}"
+        self._prompt["cache_salt"] = answering.salt if own_salt is None else f"{answering.salt}.{own_salt}"
         engine.requests.add(self._request_id)
         try:
-            return await llm.add_request(self._request_id, self._prompt, self._params, **self._reasoning)
+            return await llm.add_request(
+                self._request_id,
+                self._prompt,
+                self._params,
+                lora_request=answering.lora_request,
+                **self._reasoning,
+            )
         except EngineDeadError as error:
             raise EngineDead("the engine's process has died") from error
         except _REFUSALS as error:

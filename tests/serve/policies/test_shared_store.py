@@ -24,6 +24,7 @@ import boto3
 import httpx
 import pytest
 
+from loadtests.tiny_model import make_model_folder
 from serve.config import PolicyStoreConfig, RetentionConfig
 from serve.policies.experiments import Experiment, ExperimentRunning, Phase
 from serve.policies.folder import StoreUnreachable
@@ -33,8 +34,10 @@ from serve.policies.retention import Kept
 from serve.policies.shared import SharedPolicyStore
 from serve.policies.shared_records import RECORDS, unreferenced
 from serve.policies.store import PolicyCorrupt, PolicyError, PolicyPruned, PolicyStore, StalePointer
+from serve.policies.whole_policies import whole
 from serve.swap.verification import verify
 from tests.object_store import serving
+from tests.serve.adapter_policies import make_adapter
 from tests.serve.conftest import start_server, stop_server
 from tests.serve.policies.test_store import publish, write_model
 
@@ -142,6 +145,20 @@ def test_what_one_machine_publishes_and_promotes_another_one_reads_and_verifies(
     time.sleep(1.1)  # what was looked at is taken for new for a second
     assert a.get(learned).pinned is None
     assert a.history() == b.history()
+
+
+def test_an_adapter_brings_the_weights_that_it_is_of_to_another_machine(machine: Machine, tmp_path: Path) -> None:
+    a, b = machine("a"), machine("b")
+    base = a.publish(make_model_folder(tmp_path / "base", 1), parent=None, lineage={}, metrics={})
+    made = make_adapter(base, tmp_path / "adapter", seed=1)
+    adapter = a.publish(made, parent=base.version, lineage={}, metrics={}, base=base)
+    with b.hold(adapter.version) as held:
+        assert held.base == adapter.base
+        assert b.get(base.version).weight_files[0].exists()
+        assert whole(held).files == whole(adapter).files
+        assert a.prune(base.version, "test", dict) is None, "this machine holds it, and keeps its copy"
+    with pytest.raises(PolicyError, match=f"policy {adapter.version} is an adapter of policy {base.version}"):
+        a.withdraw(base.version)
 
 
 def _publish(config: PolicyStoreConfig, home: Path, count: int) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.config import SwapConfig
+from serve.config import EngineConfig, SwapConfig
 from serve.generation.interaction_rows import BLOCK
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments, Phase
 from serve.policies.store import PolicyError, PolicyStore
 from serve.swap.swapper import Swapper
+from serve.vllm.engine import Engine
 from tests.serve.conftest import LiveServer, start_server, stop_server
 from tests.serve.experiment_records import experiment_record
 
@@ -259,7 +260,7 @@ def test_a_record_that_is_none_is_said_and_the_pointer_counts(
         path.write_text(record)
     with pytest.raises(PolicyError, match=r"000001\.json is no experiment .*servers follow the serving pointer"):
         experiments.current()
-    swapper = Swapper(store, None, SwapConfig(), tmp_path / "swaps")  # type: ignore[arg-type]  # it is not asked
+    swapper = Swapper(store, Engine(EngineConfig()), SwapConfig(), tmp_path / "swaps")  # it is not started
     assert swapper._desired().turn is None
 
 
@@ -268,7 +269,7 @@ def test_servers_take_an_experiment_for_over_when_its_time_is(tmp_path: Path, mo
     store.publish(model_folders[0], parent=None, lineage={}, metrics={})
     store.promote(1, expected=None, who="test", why="first")
     Experiments(store.root).begin(experiment_of(store, 1, expires_at=time.time() + 3600))
-    swapper = Swapper(store, None, SwapConfig(), tmp_path / "swaps")  # type: ignore[arg-type]  # it is not asked
+    swapper = Swapper(store, Engine(EngineConfig()), SwapConfig(), tmp_path / "swaps")  # it is not started
     assert swapper._desired().turn is not None
     Experiments(store.root).change(1, lambda one: Experiment(**{**vars(one), "expires_at": time.time() - 1}))
     assert swapper._desired().turn is None
@@ -281,7 +282,7 @@ def test_one_server_takes_no_part_in_an_experiment_that_needs_a_fleet_and_says_s
     store.publish(model_folders[0], parent=None, lineage={}, metrics={})
     store.promote(1, expected=None, who="test", why="first")
     Experiments(store.root).begin(experiment_of(store, 1, unit="user"))
-    swapper = Swapper(store, None, SwapConfig(), tmp_path / "swaps")  # type: ignore[arg-type]  # it is not asked
+    swapper = Swapper(store, Engine(EngineConfig()), SwapConfig(), tmp_path / "swaps")  # it is not started
     assert [swapper._desired().turn for _ in range(3)] == [None] * 3
     said = [record.message for record in caplog.records if "this is one server" in record.message]
     assert len(said) == 1

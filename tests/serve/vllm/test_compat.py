@@ -7,10 +7,12 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 
 from serve.vllm import boot, compat
+from serve.vllm.adapters.slots import RANKS
 
 ROOT = Path(compat.__file__).parents[2]
 
@@ -61,3 +63,8 @@ def test_which_logprobs_are_returned_is_set_in_the_sampler_of_either_model_runne
     assert own.logprobs_mode == "raw_logprobs"
     if inner := getattr(own, "topk_topp_sampler", None):
         assert inner.logprobs_mode == "raw_logprobs"
+
+
+def test_adapters_have_the_ranks_that_vllm_has_kernels_for() -> None:
+    ranks = importlib.import_module("vllm.config.lora").MaxLoRARanks
+    assert sorted(get_args(ranks)) == list(RANKS)

@@ -138,16 +138,17 @@ async def test_a_request_that_names_an_older_load_after_a_swap_uses_nothing_that
     engine, prompt = swapper.engine, list(b"a prompt of more than one cache block " * 5)[:180]
     await become(swapper, 1)
     await engine.generate("before", prompt, Sampling(max_tokens=8))
-    older = engine.cache_salt
+    older = engine.answering()
     await become(swapper, 2)
-    newer, engine.cache_salt = engine.cache_salt, older
+    newer = engine.answering()
+    engine.loaded[2] = replace(newer, salt=older.salt)
     try:
         for i in range(2):
             answer = await engine.generate(f"late {i}", prompt, Sampling(max_tokens=8))
             assert answer.responses[0].policy_spans == [(0, 2)]
             assert difference(policies[1], prompt, answer.responses[0]) < CLOSE
     finally:
-        engine.cache_salt = newer
+        engine.loaded[2] = newer
 
 
 async def test_the_same_seed_samples_the_same_response(swapper: Swapper) -> None:

@@ -48,6 +48,20 @@ def refused(message: str, **settings: Any) -> None:
             {"rollout": {"max_tokens": 64, "max_model_len": 64}},
             r"train\.rollout\.max_tokens=64 leaves no room for a prompt in train\.rollout\.max_model_len=64; use less",
         ),
+        (
+            {"lora": {"sync": "adapters", "base": "nf4"}},
+            r"train\.lora\.sync=adapters and train\.lora\.base=nf4: generation would have the weights as they are "
+            r"stored; set train\.lora\.sync to merged, or train\.lora\.base to null",
+        ),
+        (
+            {"lora": {"sync": "adapters"}, "rollout": {"backend": "hf"}},
+            r"train\.lora\.sync=adapters and train\.rollout\.backend=hf: .*set train\.lora\.sync to merged, or train",
+        ),
+        (
+            {"lora": {"sync": "adapters", "rank": 513}},
+            r"train\.lora\.rank=513 is more than the 512 that vLLM computes adapters of: use less, or train",
+        ),
+        ({"lora": {"sync": "both"}}, r"lora\.sync[\s\S]*'merged' or 'adapters'"),
         ({"data": {"traffic_share": 0.01}}, r"train\.data\.traffic_share=0\.01 .* is 0 logged and 32 fresh ones"),
         ({"data": {"traffic_share": 0.99}}, r"train\.data\.traffic_share=0\.99 .* is 32 logged and 0 fresh ones"),
         (

@@ -220,8 +220,8 @@ def test_a_placement_that_can_not_be_is_refused_with_its_setting() -> None:
         TrainConfig.model_validate({"launcher": "torchrun", "placement": {**SPLIT, "rollout": "generation"}})
 
 
-@pytest.fixture(scope="module")
-def split(folder: Path) -> Iterator[tuple[Groups, TrainConfig]]:
+@pytest.fixture(scope="module", params=[None, {"rank": 8, "sync": "adapters"}], ids=["whole weights", "adapters"])
+def split(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Groups, TrainConfig]]:
     """One rank that trains, one that generates, one that rewards."""
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
@@ -239,6 +239,7 @@ def split(folder: Path) -> Iterator[tuple[Groups, TrainConfig]]:
             "ranks": 1,
             "placement": {**SPLIT, "pools": pools, "rollout": "generation", "reward": "rewards"},
             "dtype": "float32",
+            "lora": request.param,
             "micro_batch_tokens": 64,
             "optimizer": {"learning_rate": 3e-2, "warmup_steps": 0},
             "rollout": {"max_tokens": 6, "max_model_len": 32, "kv_cache_bytes": 16 * 2**20, "staleness": 1},

@@ -136,6 +136,20 @@ def test_adapters_share_the_reference_and_need_a_fraction(tmp_path: Path) -> Non
     assert held < 0.2 * sum(full.phases[-1].memory[f"actor {use}"] for use in ("weights", "optimizer"))
 
 
+def test_adapters_alone_move_after_a_step_and_take_a_slot_beside_the_weights(tmp_path: Path) -> None:
+    few_layers = read_config(write("Qwen2.5-7B", tmp_path, num_hidden_layers=2))
+    found = {}
+    for sync in ("merged", "adapters"):
+        settings = config(ranks=8, lora={"rank": 16, "sync": sync})
+        of = models_of(few_layers, settings, "cuda")
+        found[sync] = next(p for p in plan(settings, of, parse_gpus("8x80GB"), WORK).phases if p.name == "weight sync")
+    adapters = of.actor.shape.kinds["adapters"]
+    assert found["adapters"].cost.moved == int(2 * adapters * 7 / 8)
+    assert found["adapters"].cost.moved < found["merged"].cost.moved / 20
+    slots = found["adapters"].memory["rollout weights"] - found["merged"].memory["rollout weights"]
+    assert slots == 2 * 2 * adapters
+
+
 def test_weights_of_four_bits_under_adapters_take_a_quarter_and_are_gathered_so(tmp_path: Path) -> None:
     few_layers = read_config(write("Qwen2.5-7B", tmp_path, num_hidden_layers=2))
     found = {}

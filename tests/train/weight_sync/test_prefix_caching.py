@@ -85,3 +85,18 @@ def test_what_is_trained_waits_elsewhere_while_an_engine_generates_and_all_of_it
     assert min(by_default["away"]) > 0
     for name in ("greedy", "tokens", "mismatch after", "checksum"):
         assert away[name] == by_default[name], name
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["side by side", "in turns"])
+def test_what_was_computed_beside_an_adapter_is_not_read_beside_the_next_one(
+    policy: Path, tmp_path: Path, away: bool
+) -> None:
+    """They have one slot, and for vLLM one name."""
+    lora = {"rank": 8, "sync": "adapters"}
+    found = turns(policy, tmp_path, lora=lora, learning_rate=3e-2, fsdp={"offload_while_generating": away})
+    assert found["hits of the first call"] >= 3 * 128 * 3
+    assert found["hits after the sync"] == 0
+    assert found["moved"] > 1e-2, "the adapters must have changed"
+    assert found["mismatch"] < 1e-4
+    assert found["mismatch after"] < 1e-4
+    assert found["versions"] == [[[0, 1]]] * 3

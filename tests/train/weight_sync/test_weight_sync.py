@@ -18,7 +18,7 @@ from tests.train.torchrun_checks import answer_of_ranks
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     folder = make_policy(tmp_path_factory.mktemp("policy"), key_value_heads=1, vocabulary=258)  # fewer heads than ranks
-    return run_checks(folder, ranks=2, engine=2, training=1)
+    return answer_of_ranks("tests.train.reshard_ranks", folder, 2, 1, ranks=2, timeout=800)
 
 
 def make_policy(home: Path, *, key_value_heads: int, vocabulary: int) -> Path:
@@ -43,10 +43,6 @@ def make_policy(home: Path, *, key_value_heads: int, vocabulary: int) -> Path:
     return folder
 
 
-def run_checks(folder: Path, *, ranks: int, engine: int, training: int) -> dict[str, str | None]:
-    return answer_of_ranks("tests.train.reshard_ranks", folder, engine, training, ranks=ranks, timeout=800)
-
-
 @pytest.mark.parametrize("check", [check.__name__ for check in CHECKS])
 def test_resharding(results: dict[str, str | None], check: str) -> None:
     assert results[check] is None, results[check]
@@ -59,5 +55,5 @@ def test_resharding(results: dict[str, str | None], check: str) -> None:
 )
 def test_slices_of_tensor_parallel_training_arrive(tmp_path: Path, ranks: int, engine: int, training: int) -> None:
     policy = make_policy(tmp_path, key_value_heads=2, vocabulary=320)  # padding would make slices differ
-    found = run_checks(policy, ranks=ranks, engine=engine, training=training)
+    found = answer_of_ranks("tests.train.reshard_ranks", policy, engine, training, ranks=ranks, timeout=800)
     assert found == dict.fromkeys(check.__name__ for check in CHECKS_OF_SLICES)

@@ -23,6 +23,7 @@ from evaluation.suites.suite import Suite
 from feedback.files import LockTimeoutError, locked, replace_file
 from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyError, PolicyStore
+from serve.policies.whole_policies import whole
 from train.checkpoint.folders import CheckpointError, checkpoints, remove_unfinished, torn
 from train.config.algorithms import REWARD_MODEL
 from train.config.context_length import with_context
@@ -117,7 +118,7 @@ def begin(
             )
         return Begun(start, store.get(start.parent), checkpoint, progress, finished)
     parent = _parent(store, context)
-    model = model_folder(config.model, parent.path, context.folder)
+    model = model_folder(config.model, whole(parent).path, context.folder)
     config = decide(config, model)
     sized = with_context(config, model)
     fresh = RunStart(

@@ -45,7 +45,9 @@ class InstantEngine(Engine):
     def vocabulary(self) -> int:
         return self._vocabulary
 
-    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Generation:
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, version: int | None = None
+    ) -> Generation:
         """The same letter, ``max_tokens`` times."""
         token_ids = [_LETTER] * sampling.max_tokens
         text = self.text.response(prompt_token_ids, token_ids)

@@ -1,0 +1,239 @@
+"""Policies that are adapters of one base, in one engine: swaps between them, and several that answer at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from loadtests.bench_swap import LETTERS, make_model
+from serve.config import EngineConfig, SwapConfig
+from serve.engine import EngineError
+from serve.generation.request import GenerationProgress
+from serve.policies import probe
+from serve.policies.store import Policy, PolicyStore
+from serve.policies.whole_policies import whole
+from serve.swap.swapper import Swapper
+from serve.vllm.engine import Engine, Generated, Generation, Sampling
+from tests.serve.adapter_policies import publish_adapter
+from tests.serve.conftest import reference_logprobs
+from tests.serve.vllm.test_weight_update import PROMPT, SIZE, become, swap
+
+CLOSE = 5e-4
+ROOM = EngineConfig.model_validate(
+    {"kv_cache_bytes": 64 << 20, "threads": 1, "max_model_len": 512, "adapters": {"count": 2, "rank": 8}}
+)
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Policy]:
+    """1: whole; 2, 3, 4: adapters of it; 5: whole, of other letters; 6: an adapter of 1 of a larger rank."""
+    root = tmp_path_factory.mktemp("swaps")
+    store = PolicyStore(root / "policies")
+
+    def publish_whole(seed: int) -> Policy:
+        made = make_model(SIZE, root / f"model-{seed}", seed=seed, letters=LETTERS[seed])
+        return store.publish(made, parent=None, lineage={}, metrics={}, probe=probe.measure)
+
+    one = publish_whole(1)
+    found = [one, *(publish_adapter(store, one, root / f"adapter-{seed}", seed=seed) for seed in (2, 3, 4))]
+    found += [publish_whole(2), publish_adapter(store, one, root / "adapter-6", seed=6, rank=9)]
+    return {policy.version: policy for policy in found}
+
+
+@pytest.fixture(scope="module")
+async def started(policies: dict[int, Policy]) -> AsyncIterator[Swapper]:
+    store = PolicyStore(policies[1].path.parent)
+    store.promote(1, expected=None, who="test", why="test")
+    engine = Engine(ROOM)
+    made = Swapper(store, engine, SwapConfig(poll_seconds=3600), store.root.parent / "swaps.jsonl")
+    await made.start()
+    yield made
+    await made.close()
+    await engine.close()
+
+
+@pytest.fixture
+async def swapper(started: Swapper) -> AsyncIterator[Swapper]:
+    """The swapper, on policy 1 before and after."""
+    yield started
+    started.config = SwapConfig(poll_seconds=3600)
+    started.engine.kept = frozenset()
+    await become(started, 1)
+
+
+async def ask(swapper: Swapper, name: str, version: int | None = None, tokens: int = 24) -> Generated:
+    generation = await swapper.engine.generate(name, PROMPT, Sampling(max_tokens=tokens, seed=3), version)
+    return generation.responses[0]
+
+
+def require_of(response: Generated, policy: Policy) -> None:
+    assert response.policy_spans == [(0, policy.version)]
+    expected = reference_logprobs(whole(policy).path, PROMPT, response.token_ids)
+    assert list(response.logprobs) == pytest.approx(expected, abs=CLOSE)
+
+
+async def test_an_adapter_serves_beside_the_weights_that_it_is_of_and_nothing_stands_still(
+    swapper: Swapper, policies: dict[int, Policy]
+) -> None:
+    require_of(await ask(swapper, "one"), policies[1])
+    for version in (2, 3, 2, 1):
+        done = await swap(swapper, version)
+        assert (done.ok, done.error, done.hold_ms, done.in_place) == (True, None, 0.0, False)
+        assert done.probe.endswith("nats off"), "it must prove itself by the numbers in its manifest"
+        assert (swapper.engine.version, swapper.engine.base, swapper.policy.version) == (version, 1, version)
+        require_of(await ask(swapper, f"then {version}"), policies[version])
+
+
+async def test_what_is_at_work_ends_with_the_policy_that_it_began_with(
+    swapper: Swapper, policies: dict[int, Policy]
+) -> None:
+    ready = [await swapper.prepare(version) for version in (2, 3, 1)]
+    running = [(1, asyncio.create_task(ask(swapper, "long 1", tokens=400)))]
+    for prepared in ready:
+        await asyncio.sleep(0.02)
+        assert (await swapper.commit(prepared, 0)).ok
+        version = swapper.engine.version
+        running.append((version, asyncio.create_task(ask(swapper, f"long {len(running)} {version}", tokens=400))))
+    await asyncio.sleep(0.02)
+    assert not any(task.done() for _, task in running)
+    for version, task in running:
+        require_of(await task, policies[version])
+
+
+async def test_several_policies_answer_at_once_in_every_form(swapper: Swapper, policies: dict[int, Policy]) -> None:
+    await become(swapper, 3)
+    await become(swapper, 2)
+    assert swapper.engine.loaded.keys() == {1, 2, 3}
+    engine, several = swapper.engine, Sampling(n=2, max_tokens=24, seed=5)
+
+    async def streamed(version: int) -> Generation:
+        underway = GenerationProgress(1)
+        async for _ in engine.stream(f"stream {version}", PROMPT, Sampling(max_tokens=24, seed=4), underway, version):
+            pass
+        return underway.generation()
+
+    asked = [
+        (v, of(v)) for v in (1, 2, 3) for of in (streamed, lambda v: engine.generate(f"n {v}", PROMPT, several, v))
+    ]
+    asked += [
+        (v, engine.generate(f"one {v} {i}", PROMPT, Sampling(max_tokens=24), v)) for v in (1, 2, 3) for i in (1, 2)
+    ]
+    found = await asyncio.gather(*(answer for _, answer in asked))
+    for (version, _), generation in zip(asked, found, strict=True):
+        for response in generation.responses:
+            require_of(response, policies[version])
+    require_of(await ask(swapper, "of none that is loaded", version=4), policies[2])
+
+
+async def test_an_idle_adapter_makes_room_and_one_at_work_or_kept_does_not(
+    swapper: Swapper, policies: dict[int, Policy]
+) -> None:
+    await become(swapper, 2)
+    await become(swapper, 3)
+    await become(swapper, 4)
+    assert swapper.engine.loaded.keys() == {1, 3, 4}
+    require_of(await ask(swapper, "four"), policies[4])
+    swapper.engine.kept = frozenset({3})
+    refused = await swap(swapper, 2)
+    assert not refused.ok
+    assert refused.error is not None
+    assert "all 2 adapters of the engine are in use" in refused.error
+    assert "serve.engine.adapters.count" in refused.error
+    require_of(await ask(swapper, "still four"), policies[4])
+    swapper.engine.kept = frozenset()
+    weights = await swapper._verify(policies[2])
+    running = asyncio.create_task(ask(swapper, "at work", version=3, tokens=400))
+    await asyncio.sleep(0.02)
+    with pytest.raises(EngineError, match="are in use"):
+        await swapper.engine.put_adapter(weights, 30)
+    assert not running.done()
+    require_of(await running, policies[3])
+    await become(swapper, 2)
+    require_of(await ask(swapper, "two"), policies[2])
+
+
+@pytest.mark.parametrize("way", [{}, {"in_place": True}, {"shadow_weights": True}], ids=str)
+async def test_other_weights_come_when_requests_with_adapters_have_ended(
+    swapper: Swapper, policies: dict[int, Policy], way: dict[str, bool]
+) -> None:
+    swapper.config = SwapConfig.model_validate({"poll_seconds": 3600, **way})
+    await become(swapper, 2)
+    prepared = await swapper.prepare(5)
+    running = asyncio.create_task(ask(swapper, "at work", tokens=100))
+    await asyncio.sleep(0.02)
+    swapping = asyncio.create_task(swapper.commit(prepared, 0))
+    await asyncio.sleep(0.02)
+    late = [asyncio.create_task(ask(swapper, f"late {i}", version=2)) for i in range(3)]
+    assert (await swapping).ok
+    require_of(await running, policies[2])
+    for task in late:
+        response = await task
+        require_of(response, policies[response.policy_spans[0][1]])
+    assert swapper.engine.loaded.keys() == {5}
+    require_of(await ask(swapper, "five"), policies[5])
+    await become(swapper, 3)  # its base is not there: it comes whole
+    assert (swapper.engine.base, swapper.engine.loaded.keys()) == (3, {3})
+    require_of(await ask(swapper, "three"), policies[3])
+    await become(swapper, 1)
+    await become(swapper, 3)
+    assert swapper.engine.base == 1
+    require_of(await ask(swapper, "three beside one"), policies[3])
+
+
+async def test_requests_with_adapters_that_do_not_end_in_time_keep_other_weights_out(
+    swapper: Swapper, policies: dict[int, Policy]
+) -> None:
+    swapper.config = SwapConfig(poll_seconds=3600, drain_timeout_s=0.01)
+    await become(swapper, 2)
+    prepared = await swapper.prepare(5)
+    running = asyncio.create_task(ask(swapper, "long", tokens=400))
+    await asyncio.sleep(0.02)
+    refused = await swapper.commit(prepared, 0)
+    assert not refused.ok
+    assert refused.error is not None
+    assert "requests with an adapter did not end within serve.swap.drain_timeout_s" in refused.error
+    require_of(await ask(swapper, "goes on"), policies[2])
+    require_of(await running, policies[2])
+
+
+async def test_an_adapter_of_a_larger_rank_than_there_is_room_for_is_served_merged(
+    swapper: Swapper, policies: dict[int, Policy]
+) -> None:
+    await become(swapper, 6)
+    assert swapper.engine.base == 6
+    require_of(await ask(swapper, "six"), policies[6])
+
+
+async def test_a_damaged_adapter_is_refused_by_its_file(
+    swapper: Swapper, policies: dict[int, Policy], tmp_path: Path
+) -> None:
+    damaged = publish_adapter(swapper.store, policies[1], tmp_path / "damaged", seed=9)
+    with damaged.weight_files[0].open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\0\0\0\1")
+    refused = await swap(swapper, damaged.version)
+    assert not refused.ok
+    assert f"policy {damaged.version}: adapter_model.safetensors has sha256" in (refused.error or "")
+    require_of(await ask(swapper, "one"), policies[1])
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["with room", "without"])
+async def test_a_server_starts_on_an_adapter(policies: dict[int, Policy], room: bool, tmp_path: Path) -> None:
+    store = PolicyStore(policies[1].path.parent)
+    pointer = store.serving()
+    store.promote(3, expected=pointer.version if pointer else None, who="test", why="test")
+    engine = Engine(ROOM if room else ROOM.model_copy(update={"adapters": None}))
+    swapper = Swapper(store, engine, SwapConfig(poll_seconds=3600), tmp_path / "swaps.jsonl")
+    try:
+        await swapper.start()
+        assert (engine.version, engine.base) == ((3, 1) if room else (3, 3))
+        require_of(await ask(swapper, "three"), policies[3])
+        await become(swapper, 2)
+        assert engine.base == (1 if room else 2)
+        require_of(await ask(swapper, "two"), policies[2])
+    finally:
+        await swapper.close()
+        await engine.close()
