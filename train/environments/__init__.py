@@ -2,9 +2,9 @@
 
 Read ``environment`` (the protocol, and how to write your own), ``episode`` (what comes of one, and why some are
 dropped), ``conversation`` (the tokens of an episode, as sampled), ``episode_loop`` (one episode, from its first
-messages to its last turn, by ``calls`` (of its environment, within their time)) and ``engine_loop`` (many at once on
-one engine); ``served`` (episodes with a policy that serves, for evaluation). Millrace's own: ``ready`` (maths, JSON,
-unit tests, tools).
+messages to its last turn, by ``calls`` (of its environment, within ``time_limit`` (what counts as that one's
+time))) and ``engine_loop`` (many at once on one engine); ``served`` (episodes with a policy that serves, for
+evaluation). Millrace's own: ``ready`` (maths, JSON, unit tests, tools).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from train.environments.environment import (
     tool_names,
 )
 from train.environments.episode import EpisodeDropped
+from train.environments.time_limit import LIMIT
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class _TooLong(Exception):
 async def _within(found: Awaitable[_Result], seconds: float) -> _Result:
     try:
         async with asyncio.timeout(seconds) as limit:
+            LIMIT.set(limit)
             return await found
     except TimeoutError:
         if limit.expired():

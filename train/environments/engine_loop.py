@@ -22,6 +22,7 @@ from train.environments.calls import HELD, holds_its_thread
 from train.environments.environment import Environment, EpisodePrompt
 from train.environments.episode import Episode
 from train.environments.episode_loop import Limits, run_episode
+from train.environments.time_limit import EPISODE, Handed
 
 _TURN_S: Final = 0.5
 """How long to wait for an environment before deadlines are looked at again."""
@@ -36,12 +37,9 @@ class Start:
 
 
 @dataclass(eq=False)
-class _Running:
-    """``since``: when the episode was last handed to its environment; None while the policy's turn is sampled."""
-
+class _Running(Handed):
     key: str
     start: Start
-    since: float | None
     reply: SimpleQueue[Sample | None]
 
 
@@ -118,7 +116,7 @@ class Player:
         self._events = SimpleQueue()  # what threads say from here on is of no interest
 
     def _begin(self, key: str, start: Start) -> None:
-        running = self._running[key] = _Running(key, start, time.monotonic(), SimpleQueue())
+        running = self._running[key] = _Running(time.monotonic(), key, start, SimpleQueue())
         events = self._events
 
         def sample(context: list[int], max_tokens: int, turn: int) -> Sample:
@@ -128,6 +126,7 @@ class Player:
             return sampled
 
         def work() -> None:
+            EPISODE.set(running)
             try:
                 played = run_episode(self._make, start.prompt, sample, self._text, self._config, self._limits)
                 events.put((running, played))

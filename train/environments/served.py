@@ -19,6 +19,7 @@ from train.config.environment import EnvironmentConfig
 from train.environments.calls import HELD, Caller, guarded, holds_its_thread
 from train.environments.environment import Environment, EpisodePrompt, Message, ToolCall
 from train.environments.episode import EpisodeDropped
+from train.environments.time_limit import EPISODE, Handed
 
 _AT_ONCE: Final = 16
 _TURN_S: Final = 0.5
@@ -55,13 +56,6 @@ Ask = Callable[[Mapping[str, Any]], Turn]
 """Of the messages, tools and max_tokens of a request, the turn. Raises NoRoom."""
 
 
-@dataclass
-class _Running:
-    """``since``: when the episode was last handed to its environment; None while the server is asked."""
-
-    since: float | None
-
-
 def play(
     prompts: Sequence[EpisodePrompt],
     config: EnvironmentConfig,
@@ -83,10 +77,10 @@ def play(
         httpx.HTTPError: the server does not answer, or refuses a request.
     """
     events: SimpleQueue[tuple[int, ServedEpisode | BaseException]] = SimpleQueue()
-    waiting, running, found = deque(enumerate(prompts)), dict[int, _Running](), dict[int, ServedEpisode]()
+    waiting, running, found = deque(enumerate(prompts)), dict[int, Handed](), dict[int, ServedEpisode]()
     with httpx.Client(base_url=url, headers=dict(headers), timeout=timeout_s) as client:
 
-        def work(number: int, prompt: EpisodePrompt, of: _Running) -> None:
+        def work(number: int, prompt: EpisodePrompt, of: Handed) -> None:
             def ask(more: Mapping[str, Any]) -> Turn:
                 of.since = None
                 try:
@@ -94,6 +88,7 @@ def play(
                 finally:
                     of.since = time.monotonic()
 
+            EPISODE.set(of)
             try:
                 events.put((number, play_one(make, prompt, config, ask, longest_turn=body["max_tokens"])))
             except BaseException as error:  # noqa: BLE001  raised where the episodes are waited for
@@ -102,7 +97,7 @@ def play(
         while waiting or running:
             while waiting and len(running) < min(_AT_ONCE, config.episodes_at_once):
                 number, prompt = waiting.popleft()
-                running[number] = _Running(time.monotonic())
+                running[number] = Handed(time.monotonic())
                 Thread(target=work, args=(number, prompt, running[number]), daemon=True).start()
             try:
                 number, outcome = events.get(timeout=_TURN_S)

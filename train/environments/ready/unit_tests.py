@@ -6,20 +6,26 @@ verdict is how the test's process ends.
 
 from __future__ import annotations
 
-import asyncio
 import json
+import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any, Final
 
 from train.environments.ready import sandbox, tested_code
+from train.environments.ready.places import in_a_place
 from train.environments.ready.single_turn import SingleTurn
 
 _FENCED: Final = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
+_PLACES: Final = BoundedSemaphore(4 * (os.cpu_count() or 1))
+"""More at once would share the processors until code that is right isn't done in its seconds."""
 _HARNESS: Final = Path(tested_code.__file__).read_text()
 
 
@@ -45,10 +51,14 @@ class UnitTests(SingleTurn):
 
     async def verdict(self, text: str) -> float:
         code, tests = code_of(text), tests_of(self.metadata(self.key))
-        passed, deadline = list[bool](), time.monotonic() + self.limits.seconds
+        passed, limits = list[bool](), self.limits
         for test in tests:
-            limits = replace(self.limits, seconds=deadline - time.monotonic())
-            passed.append(limits.seconds > 0 and await asyncio.to_thread(passes, code, test, limits))
+            if limits.seconds <= 0:
+                passed.append(False)
+                continue
+            verdict, seconds = await in_a_place(_PLACES, partial(_timed, code, test, limits))
+            passed.append(verdict)
+            limits = replace(limits, seconds=limits.seconds - seconds)
         return float(all(passed)) if self.whole else sum(passed) / len(passed)
 
 
@@ -64,6 +74,13 @@ def tests_of(text: str) -> list[str]:
     if not tests or not all(isinstance(test, str) and test.strip() for test in tests):
         raise ValueError(f"{text[:80]!r} is neither Python code nor a JSON list of it")
     return tests
+
+
+def _timed(code: str, test: str, limits: sandbox.SandboxLimits, begins: Callable[[], None]) -> tuple[bool, float]:
+    """Whether code passes a test, and how many seconds that took."""
+    begins()
+    started = time.monotonic()
+    return passes(code, test, limits), time.monotonic() - started
 
 
 def passes(code: str, test: str, limits: sandbox.SandboxLimits) -> bool:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import selectors
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from queue import Empty, LifoQueue
 from threading import BoundedSemaphore
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+from train.environments.ready.places import in_a_place
+
+_Workers: TypeAlias = "LifoQueue[subprocess.Popen[bytes]]"
 _AT_ONCE: Final = 2
 _START_S: Final = 60.0
 _MEMORY_BYTES: Final = 2**30
@@ -23,30 +26,31 @@ _MEMORY_BYTES: Final = 2**30
 async def verdict(kind: str, *arguments: Any, seconds: float) -> bool:
     """What ``verifier_worker`` says; False where it takes longer than ``seconds``, or too much memory.
 
-    Raises ValueError if what it should judge by is wrong.
+    The wait for a process, which other episodes ask too, is not the environment's time. Raises ValueError if what it
+    should judge by is wrong.
     """
-    return await asyncio.to_thread(_ask, json.dumps([seconds, kind, *arguments]).encode() + b"\n", seconds)
+    idle, places = _pool()
+    line = json.dumps([seconds, kind, *arguments]).encode() + b"\n"
+    return await in_a_place(places, lambda begins: _ask(idle, line, seconds, begins))
 
 
-def _ask(line: bytes, seconds: float) -> bool:
-    idle, turns = _pool()
-    with turns:
-        worker = _idle(idle)
-        # What a process has judged before may have ended it.
-        if worker is None or (answer := _answer(worker, line, seconds)) == b"":
-            worker = _start()
-            answer = _answer(worker, line, seconds)
-        if not answer:
-            worker.kill()
-            worker.wait()
-            return False
-        idle.put(worker)
+def _ask(idle: _Workers, line: bytes, seconds: float, begins: Callable[[], None]) -> bool:
+    worker = _idle(idle) or _start()
+    begins()
+    if (answer := _answer(worker, line, seconds)) == b"":  # what a process has judged before may have ended it
+        worker = _start()
+        answer = _answer(worker, line, seconds)
+    if not answer:
+        worker.kill()
+        worker.wait()
+        return False
+    idle.put(worker)
     if not isinstance(verdict := json.loads(answer), bool):
         raise ValueError(verdict)
     return verdict
 
 
-def _idle(workers: LifoQueue[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes] | None:
+def _idle(workers: _Workers) -> subprocess.Popen[bytes] | None:
     """One that still runs."""
     with suppress(Empty):
         while True:
@@ -56,7 +60,7 @@ def _idle(workers: LifoQueue[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes
 
 
 @cache
-def _pool() -> tuple[LifoQueue[subprocess.Popen[bytes]], BoundedSemaphore]:
+def _pool() -> tuple[_Workers, BoundedSemaphore]:
     return LifoQueue(), BoundedSemaphore(_AT_ONCE)
 
 

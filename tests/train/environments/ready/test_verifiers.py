@@ -6,19 +6,23 @@ import asyncio
 import json
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from train.config.environment import EnvironmentConfig
 from train.environments import check, identity, maker
+from train.environments.calls import Caller, holds_its_thread
 from train.environments.environment import EpisodePrompt
 from train.environments.ready import verifier
 from train.environments.ready.json_schema import JsonSchema
 from train.environments.ready.maths import Maths, last_answer
 from train.environments.ready.unit_tests import UnitTests, code_of
 from train.environments.ready.verifier_worker import equal
+from train.environments.time_limit import EPISODE, Handed
 
 
 def verdict(environment: Any, text: str, **metadata: str) -> float:
@@ -114,6 +118,32 @@ def test_a_process_that_ends_because_of_what_it_judged_before_costs_the_next_ans
     idle, _ = verifier._pool()
     idle.put(subprocess.Popen(["sh", "-c", "read line"], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     assert verdict(Maths(seconds=60), "\\boxed{2}", answer="2.0") == 1.0
+
+
+def test_the_wait_for_a_process_that_others_ask_is_not_the_environments_time() -> None:
+    _, turns = verifier._pool()
+    found: list[float | None] = []
+    episode = Handed(time.monotonic())
+
+    def play() -> None:
+        EPISODE.set(episode)
+        with asyncio.Runner() as runner:
+            call = Caller(runner, Maths(seconds=60), seconds=4)
+            call.reset(EpisodePrompt("?", None, {"answer": "2.0"}))
+            found.append(call.step("\\boxed{2}", [])[1])
+
+    with ExitStack() as others:
+        for _ in range(verifier._AT_ONCE):
+            others.enter_context(turns)
+        player = Thread(target=play)
+        player.start()
+        time.sleep(6)
+        assert player.is_alive()
+        assert episode.since is None
+    player.join(60)
+    assert found == [1.0]
+    assert episode.since is not None
+    assert not holds_its_thread(episode.since, 0)
 
 
 def test_json_must_be_what_the_schema_allows() -> None:
