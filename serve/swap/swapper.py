@@ -196,7 +196,10 @@ class Swapper:
         if adapter is not None:
             await self.engine.put_adapter(adapter, self.config.prepare_timeout_s)
             self.engine.serve(pointer.version)
-        await self._load_for_tenants()
+        try:
+            await self._load_for_tenants()
+        except StoreUnreachable as error:
+            log.error("tenants with a policy of their own wait until the store answers: %s", error)
         numbers = Numbers.of(self.policy.probe) if self.config.probe else "serve.swap.probe is off"
         proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
         log.info("probe of policy %d: %s", self.engine.version, proof)
@@ -412,13 +415,18 @@ class Swapper:
         return None
 
     async def _load_for_tenants(self) -> None:
-        """Have the policies answer that tenants have of their own. Those that can't be had are refused to them."""
-        self._loaded_for = self._base.policy.version
+        """Have the policies answer that tenants have of their own. Those that can't be had are refused to them.
+
+        Raises StoreUnreachable; it is tried again then.
+        """
         self.engine.kept |= self._of_tenants
-        for version in sorted(self._of_tenants):
-            if (why := await self._load_beside(version)) is not None:
-                log.error("no request of the tenants of policy %d is answered: %s", version, why)
-        self.engine.on_load()
+        try:
+            for version in sorted(self._of_tenants):
+                if (why := await self._load_beside(version)) is not None:
+                    log.error("no request of the tenants of policy %d is answered: %s", version, why)
+            self._loaded_for = self._base.policy.version
+        finally:
+            self.engine.on_load()
 
     async def _take_turn(self, turn: Turn, pointer: Pointer) -> None:
         """Serve the policy whose block it is. What can't be served ends the experiment, and the pointer counts."""

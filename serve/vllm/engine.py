@@ -481,12 +481,24 @@ class Engine:
         """
         if not any(each.adapter is not None for each in self.loaded.values()):
             return
-        async with self._within(timeout_s + _CALL_TIMEOUT_S):
-            if await self.drain(timeout_s) and not await self.llm.engine_core.call_utility_async(
-                "millrace_end_adapters", self._adapters
-            ):
-                return
-            await self.llm.resume_generation()
+        core = self.llm.engine_core
+        try:
+            async with self._within(timeout_s + _CALL_TIMEOUT_S):
+                if await self.drain(timeout_s) and not await core.call_utility_async(
+                    "millrace_end_adapters", self._adapters
+                ):
+                    return
+                await self.llm.resume_generation()
+        except TimeoutError:  # the engine gets to what it was asked later: these come behind it
+            undo = {
+                asyncio.create_task(core.call_utility_async("millrace_keep_adapters")),
+                asyncio.create_task(self.llm.resume_generation()),
+            }
+            self._background |= undo
+            for task in undo:
+                task.add_done_callback(self._background.discard)
+            await asyncio.wait(undo, timeout=_CALL_TIMEOUT_S)
+            raise
         raise EngineError(
             "requests with an adapter did not end within serve.swap.drain_timeout_s, and other weights than their own "
             "can't come under them"

@@ -31,6 +31,7 @@ from feedback.processes.signals import handle_parent_signals
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
@@ -96,7 +97,9 @@ class ResponseCollector(_Base):
         self._core.millrace_abandon = self.abandon  # clients call methods of the core, by name
         self._core.millrace_adapters = self.adapters
         self._core.millrace_end_adapters = self.end_adapters
+        self._core.millrace_keep_adapters = self.keep_adapters
         self._past_adapters = 0
+        self._without_adapter: dict[str, LoRARequest] = {}  # what named one that is past, since the last swap
         self._stats_due = 0.0
         self._seen_version = ""
         self._loads: set[str] = set()  # of the version that serves, as the requests since have named them
@@ -116,7 +119,7 @@ class ResponseCollector(_Base):
         """As vLLM's. One that was sent by a process which had not heard of a swap yet is as one that waited."""
         self._note_swap()
         if request.lora_request is not None and request.lora_request.lora_int_id <= self._past_adapters:
-            request.lora_request = None
+            self._take_adapter(request)
         if request.cache_salt is not None:
             load = ".".join(request.cache_salt.split(".", 2)[:2])  # behind it, a client's own salt
             if load in self._past_loads:
@@ -142,8 +145,20 @@ class ResponseCollector(_Base):
             return at_work
         self._past_adapters = last
         for request in with_adapters:
-            request.lora_request = None
+            self._take_adapter(request)
         return 0
+
+    def keep_adapters(self) -> None:
+        """Undo ``end_adapters``, whose other weights did not come."""
+        self._past_adapters = 0
+        for name, adapter in self._without_adapter.items():
+            if (request := self.requests.get(name)) is not None and request.num_computed_tokens == 0:
+                request.lora_request = adapter
+        self._without_adapter.clear()
+
+    def _take_adapter(self, request: Request) -> None:
+        assert request.lora_request is not None
+        self._without_adapter[request.request_id], request.lora_request = request.lora_request, None
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """As vLLM's; a marked request that is aborted hands over what it has, with the next step."""
@@ -199,6 +214,7 @@ class ResponseCollector(_Base):
     def _note_swap(self) -> None:
         if (version := self._version()) != self._seen_version:
             self._seen_version = version
+            self._without_adapter.clear()
             self._past_loads |= self._loads
             self._loads.clear()
             for request in self.requests.values():

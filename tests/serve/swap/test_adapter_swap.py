@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+import serve.vllm.engine as engine_module
 from loadtests.bench_swap import LETTERS, make_model
 from serve.config import EngineConfig, SwapConfig
 from serve.engine import EngineError
@@ -197,6 +199,38 @@ async def test_requests_with_adapters_that_do_not_end_in_time_keep_other_weights
     assert "requests with an adapter did not end within serve.swap.drain_timeout_s" in refused.error
     require_of(await ask(swapper, "goes on"), policies[2])
     require_of(await running, policies[2])
+
+
+async def test_an_engine_that_is_late_to_end_adapters_goes_on_with_them(
+    swapper: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapper.config = SwapConfig(poll_seconds=3600)
+    await become(swapper, 2)
+    prepared = await swapper.prepare(5)
+    monkeypatch.setattr(engine_module, "_CALL_TIMEOUT_S", 0.5)
+    (engine,) = [each for each in psutil.Process().children(recursive=True) if "EngineCore" in each.name()]
+    drain = swapper.engine.drain
+
+    async def drain_and_stand_still(timeout_s: float) -> bool:
+        drained = await drain(timeout_s)
+        engine.suspend()
+        return drained
+
+    monkeypatch.setattr(swapper.engine, "drain", drain_and_stand_still)
+    swapper.config = SwapConfig(poll_seconds=3600, drain_timeout_s=0.5)
+    try:
+        swapping = asyncio.create_task(swapper.commit(prepared, 0))
+        await asyncio.sleep(0.2)
+        waiting = asyncio.create_task(ask(swapper, "sent while it stood still"))
+        refused = await swapping
+    finally:
+        engine.resume()
+    assert not refused.ok
+    require_of(await asyncio.wait_for(waiting, 60), policies[2])
+    require_of(await asyncio.wait_for(ask(swapper, "goes on"), 60), policies[2])
+    monkeypatch.undo()
+    await become(swapper, 5)
+    require_of(await ask(swapper, "five"), policies[5])
 
 
 async def test_an_adapter_of_a_larger_rank_than_there_is_room_for_is_served_merged(
