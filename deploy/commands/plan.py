@@ -75,10 +75,11 @@ def plan(
     except MachineUnknown as error:
         raise click.UsageError(str(error)) from error
     with _garbage_left():
-        from train.planner.model_shape import ModelNotPlanned, models_of, read_config
+        from train.planner.model_shape import ModelNotPlanned, models_of, read_config, slot_parameters
 
     try:
-        models = models_of(read_config(model or _serving_folder(settings), config.model), config, machine.kind)
+        policy = read_config(model or _serving_folder(settings), config.model)
+        models = models_of(policy, config, machine.kind)
     except ModelNotPlanned as error:
         raise click.UsageError(str(error)) from error
     try:
@@ -90,7 +91,9 @@ def plan(
     twice = None
     if machine.kind != "cpu" and not sets_ranks(config):
         twice = choose(config, models, replace(machine, devices=2 * machine.devices), work)
-    replica = serving(models.policy.shape, settings.serve.engine, settings.serve.swap, machine)
+    engine = settings.serve.engine
+    slots = 0 if engine.adapters is None else slot_parameters(policy, engine.adapters, config.model)
+    replica = serving(models.policy.shape, engine, settings.serve.swap, machine, slots)
     if as_json:
         click.echo(json.dumps(_as_json(found, models.policy.shape, work, replica, twice), indent=2))
     else:

@@ -23,7 +23,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from feedback.trusted_code import UntrustedCode
+from serve.config import AdaptersConfig
 from serve.kv_cache import full_context
+from serve.vllm.adapters.slots import RANKS
 from train.algorithms import load
 from train.batch.prompt_rows import take_rows
 from train.config.sections import AdapterConfig, PolicyModelConfig
@@ -102,6 +104,13 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
         else None,
         has_reference=config.has_reference or algorithm.needs_reference,
     )
+
+
+def slot_parameters(policy: PretrainedConfig, room: AdaptersConfig, settings: PolicyModelConfig) -> int:
+    """Parameters of all slots for adapters that an engine has, which vLLM makes for ranks that it has kernels for."""
+    rank = next((size for size in RANKS if size >= room.rank), room.rank)
+    shape = shape_of(policy, AdapterConfig(rank=rank), maker(settings))
+    return room.count * shape.kinds["adapters"]
 
 
 def shape_of(

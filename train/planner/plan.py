@@ -284,8 +284,8 @@ def fitting_machines(config: TrainConfig, models: Models, machine: Machine, work
 class Serving:
     """A replica of the server on devices of its own, in bytes of each. ``standby``: left for a second set of weights.
 
-    ``in_place``: it has none, and a swap loads in place; ``reason``: why, or what the second set takes.
-    ``utilization``: of a device, that vLLM is started with.
+    ``weights``: of one set, with its slots for adapters. ``in_place``: it has no second set, and a swap loads in place;
+    ``reason``: why, or what the second set takes. ``utilization``: of a device, that vLLM is started with.
     """
 
     devices: int
@@ -297,10 +297,11 @@ class Serving:
     reason: str
 
 
-def serving(shape: ModelShape, engine: EngineConfig, swap: SwapConfig, machine: Machine) -> Serving:
+def serving(shape: ModelShape, engine: EngineConfig, swap: SwapConfig, machine: Machine, adapters: int = 0) -> Serving:
     """A replica as serve.engine says, on as many devices as one copy needs where it doesn't say.
 
-    Whether there is a second set of weights is what the server itself decides (``serve.standby_room``).
+    ``adapters``: parameters of all slots for adapters, which each device has whole. Whether there is a second set of
+    weights is what the server itself decides (``serve.standby_room``).
     """
     itemsize = ITEMSIZE.get(shape.stored if engine.dtype == "auto" else engine.dtype, 2)
     gpu, share = machine.kind != "cpu", engine.gpu_memory_utilization
@@ -309,14 +310,15 @@ def serving(shape: ModelShape, engine: EngineConfig, swap: SwapConfig, machine: 
         sizes = [engine.tensor_parallel_size]
     least = engine.max_model_len or min(shape.context or _PREFILLED, _PREFILLED)  # tokens of KV cache
     for t in sizes:
-        weights, each = itemsize * shape.parameters // t, shape.key_value_bytes(itemsize, t)
+        one_set, each = itemsize * shape.parameters // t, shape.key_value_bytes(itemsize, t)
+        weights = one_set + itemsize * adapters
         cache = engine.kv_cache_bytes or int(share * machine.memory) - weights - WORKSPACE
         if t == sizes[-1] or cache >= least * each:
             break
     used = engine.max_num_seqs * (engine.max_model_len or shape.context or swap.least_kv_tokens)
     tokens = max(engine.max_model_len or 0, min(swap.least_kv_tokens, used))
     wanted = engine.kv_cache_bytes if gpu or engine.kv_cache_bytes else int(SERVER_SHARE * machine.memory)
-    needs = Needs(weights, int(SLACK * weights), wanted, tokens * each)
+    needs = Needs(weights, int(SLACK * one_set), wanted, tokens * each)
     unsupported = never_standby(engine, gpu=gpu, quantized=False)
     room = decide(
         needs, engine, swap, gpu=gpu, memory=machine.memory, reserved=machine.reserved, unsupported=unsupported

@@ -41,6 +41,20 @@ def test_a_7b_model_is_planned_for_people_and_as_json(tmp_path: Path, capsys: py
     assert found["seconds"] == pytest.approx(sum(phase["cost"]["seconds"] for phase in found["phases"]))
 
 
+def test_the_slots_of_adapters_that_serve_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on = ["--model", str(write("Qwen2.5-7B", tmp_path)), "--gpus", "8x80GB", "--json"]
+    room = ["--serve.engine.adapters.count", "2", "--serve.engine.adapters.rank", "12"]
+    serving = []
+    for settings in ([], room):
+        code, out, err = run(capsys, tmp_path, *on, *settings)
+        assert code == 0, err
+        serving.append(json.loads(out)["serving"])
+    without, beside = serving
+    sides = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)  # q, o; k, v; gate, up, down
+    assert beside["weights"] - without["weights"] == 2 * 16 * sides * 28 * 2, "vLLM has slots of rank 16, in bfloat16"
+    assert beside["standby"] == without["standby"]
+
+
 def test_what_does_not_fit_is_one_line_with_what_would_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write("Llama-3-8B", tmp_path))
     refused = ["--model", model, "--gpus", "1x24GB", "--train.fsdp.cpu_offload", "false"]
