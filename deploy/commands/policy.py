@@ -137,7 +137,10 @@ def _policies(settings: Settings) -> dict[str, Kept]:
     def needed() -> dict[int, str]:
         measured = _first_policies(store) if settings.evaluation.gate.guardrails.kl_v1 is not None else {}
         by_runs = needed_by_runs(runs, store, "was started with it") | parents_of_runs(runs)
-        return _named(settings, store) | measured | by_runs
+        adapters = settings.serve.engine.adapters
+        tenants = {} if adapters is None else adapters.tenants
+        own = {version: f"serve.engine.adapters.tenants: it answers {tenant}" for tenant, version in tenants.items()}
+        return own | _named(settings, store) | measured | by_runs
 
     return {"": Kept(store, settings.serve.retention, needed)}
 

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 REMEMBERED: Final = 20
 _RETRY_S: Final = 5.0
+_TENANTS_AGAIN_S: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class Swapper:
         """What of an experiment is served at the moment, from the exchange of the weights on until the next one."""
         room = engine.config.adapters
         self._of_tenants = frozenset() if room is None else frozenset(room.tenants.values())
-        self._loaded_for: int | None = None  # the base beside which those of tenants were last loaded
+        self._loaded_for = ""  # the label of the weights beside which those of tenants were last loaded
+        self._tenants_wait = "", 0.0  # the label of those beside which some can't be, and when to try again
         self.beside: Experiment | None = None
         """The experiment whose two policies both answer, each its own users."""
         self.experiments = store.experiments
@@ -319,13 +321,15 @@ class Swapper:
         if pointer is not None and turn is not None and turn.experiment != self._void:
             if turn != self.turn or pointer.generation != self._seen:
                 return self._take_turn(turn, pointer)
-            return None
+            return self._load_for_tenants() if self._tenants_due() else None
         if pointer is not None and self._taking_turns is not None:
             return self._end_turns(pointer) if time.monotonic() >= self._retry_at else None
+        if self.beside is not None and desired.beside is None:
+            return self._answer_beside(None)  # first: what is promoted may need the places of its policies
         if pointer is not None and pointer.generation != self._seen:
             self._seen = pointer.generation
             return self._act(pointer)
-        if self._of_tenants and self._loaded_for != self._base.policy.version:
+        if self._tenants_due():
             return self._load_for_tenants()
         if desired.beside != self.beside and (desired.beside is None or desired.beside.number != self._void):
             return self._answer_beside(desired.beside)
@@ -417,16 +421,27 @@ class Swapper:
     async def _load_for_tenants(self) -> None:
         """Have the policies answer that tenants have of their own. Those that can't be had are refused to them.
 
-        Raises StoreUnreachable; it is tried again then.
+        These are tried again, and so are all after StoreUnreachable.
         """
+        label, missing = self.engine.label, False
         self.engine.kept |= self._of_tenants
         try:
             for version in sorted(self._of_tenants):
                 if (why := await self._load_beside(version)) is not None:
+                    missing = True
                     log.error("no request of the tenants of policy %d is answered: %s", version, why)
-            self._loaded_for = self._base.policy.version
         finally:
             self.engine.on_load()
+        if missing:
+            self._tenants_wait = label, time.monotonic() + _TENANTS_AGAIN_S
+        else:
+            self._loaded_for = label
+
+    def _tenants_due(self) -> bool:
+        """Whether policies of tenants are to be loaded beside the weights that the engine has."""
+        label, again = self._tenants_wait
+        tried = label == self.engine.label and time.monotonic() < again
+        return bool(self._of_tenants) and self._loaded_for != self.engine.label and not tried
 
     async def _take_turn(self, turn: Turn, pointer: Pointer) -> None:
         """Serve the policy whose block it is. What can't be served ends the experiment, and the pointer counts."""

@@ -399,9 +399,9 @@ def add_request(
     engine.add_request(name, prompt, params, lora_request=lora_request)
 
 
-def spans_of(output: CompletionOutput) -> list[tuple[int, int]]:
-    """(first token, policy version) of a response that ended."""
-    return [(span.start, int(span.version)) for span in output.weight_versions or []]
+def spans_of(output: CompletionOutput) -> list[tuple[int, str]]:
+    """(first token, label of the weights) of a response that ended."""
+    return [(span.start, str(span.version)) for span in output.weight_versions or []]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import gc
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,12 +78,13 @@ class Weights:
 class Answering:
     """What answers a request: a policy, as whole weights or as an adapter beside those of another one.
 
-    ``base``: whose weights the engine holds; ``salt``: what prefixes are cached under; ``adapter``: its number, None
-    for the base itself; ``folder``: where the adapter's files are.
+    ``base``: whose weights the engine holds; ``label``: of that load of them; ``salt``: what prefixes are cached under;
+    ``adapter``: its number, None for the base itself; ``folder``: where the adapter's files are.
     """
 
     version: int
     base: int
+    label: str
     salt: str
     adapter: int | None = None
     folder: str = ""
@@ -93,9 +94,17 @@ class Answering:
         """As vLLM has it."""
         return None if self.adapter is None else request_of(self.adapter, Path(self.folder))
 
-    def spans(self, labels: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """(first token, policy) from (first token, weights) that the engine reports: its labels are the weights'."""
-        return [(start, self.version if weights == self.base else weights) for start, weights in labels]
+    def spans(self, labels: list[tuple[int, str]]) -> list[tuple[int, int]]:
+        """(first token, policy) from (first token, label) that the engine reports: its labels are of loads of weights.
+
+        Under another load than its own, even of the same weights, a request goes on without its adapter.
+        """
+        found: list[tuple[int, int]] = []
+        for start, label in labels:
+            version = self.version if label == self.label else int(label.partition(".")[0])
+            if not found or found[-1][1] != version:
+                found.append((start, version))
+        return found
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,8 @@ class Engine:
         """The policy that serves."""
         self.base = 0
         """The policy whose weights the engine holds: that one, or what it is an adapter of."""
+        self.label = ""
+        """Of the load of these weights, "version.number": no two loads of an engine have the same."""
         self.loaded: dict[int, Answering] = {}
         """By version, what requests can be answered with: the weights, and adapters beside them."""
         self.kept: frozenset[int] = frozenset()
@@ -132,6 +143,8 @@ class Engine:
         self._given_up = False
         self._loads = 0
         self._adapters = 0  # the number of the last one
+        self._placing = asyncio.Lock()
+        self._own = frozenset(config.adapters.tenants.values()) if config.adapters is not None else frozenset[int]()
         self._probes = 0
         self._background: set[asyncio.Task[Any]] = set()
         self.processes: list[int] = []
@@ -174,8 +187,9 @@ class Engine:
         async with asyncio.timeout(remaining):
             hashes = {path.name: policy.files[path.name]["sha256"] for path in policy.weight_files}
             self.processes = await self.llm.collective_rpc("millrace_begin", args=(os.getpid(), hashes))
-            await self.llm.update_weight_version(str(policy.version))
-            self._exchanged(policy.version)
+            label = self._next_label(policy.version)
+            await self.llm.update_weight_version(label)
+            self._exchanged(policy.version, label)
             # The first steps make kernels, which takes seconds; no user should wait for them.
             await self.generate("warm-up", [0, 0], Sampling(n=2, max_tokens=2, seed=0))
 
@@ -211,7 +225,8 @@ class Engine:
     def follow(self, version: int, loaded: dict[int, Answering]) -> None:
         """In a process that has attached itself: what serves from now on, of what is loaded."""
         self.loaded = loaded
-        self.version, self.base = version, loaded[version].base
+        serving = loaded[version]
+        self.version, self.base, self.label = version, serving.base, serving.label
 
     def give_up_requests(self) -> None:
         """In a process that has attached itself: the engine has died, and requests end with that error."""
@@ -283,7 +298,12 @@ class Engine:
         return self._text
 
     def answering(self, version: int | None = None) -> Answering:
-        """What a request is answered with that begins now: that policy, if it is loaded; else the one that serves."""
+        """What a request is answered with that begins now: that policy, if it is loaded; else the one that serves.
+
+        Raises EngineError if it is a tenant's own, which no other stands in for.
+        """
+        if version in self._own and version not in self.loaded:
+            raise EngineError(f"policy {version} is not loaded")
         return self.loaded.get(self.version if version is None else version) or self.loaded[self.version]
 
     # Generating
@@ -348,7 +368,7 @@ class Engine:
 
     def sampling_with(self, answering: Answering) -> int:
         """The policy that samples at the moment for a request that began with this."""
-        return answering.version if answering.adapter is not None and answering.base == self.base else self.base
+        return answering.version if answering.label == self.label else self.base
 
     async def _outputs(
         self, request_id: str, prompt_token_ids: list[int], params: Any, answering: Answering
@@ -411,7 +431,7 @@ class Engine:
                 spans = spans_of(output)
             else:
                 logprobs = np.frombuffer(note["logprobs"], "<f4")
-                spans = [(start, int(version)) for start, version in note["spans"]]
+                spans = note["spans"]
             if len(logprobs) != len(token_ids) or (token_ids and not spans):
                 raise EngineError(
                     f"vLLM gave {len(logprobs)} logprobs and {len(spans)} spans for {len(token_ids)} tokens"
@@ -438,15 +458,19 @@ class Engine:
         Raises EngineError if all places are taken by adapters that serve, are kept or have requests at work.
         """
         version = weights.policy.version
-        async with self._within(timeout_s):
+        async with self._within(timeout_s), self._placing:
             if version in self.loaded:
                 return
             await self._free_place()
             self._adapters += 1
             number, folder = self._adapters, str(weights.policy.path)
-            await self.llm.collective_rpc("millrace_put_adapter", args=(number, folder, weights.files))
-        self._loads += 1
-        self.loaded[version] = Answering(version, self.base, f"{version}.{self._loads}", number, folder)
+            try:
+                await self.llm.collective_rpc("millrace_put_adapter", args=(number, folder, weights.files))
+            except BaseException:  # it may be put later, when nobody waits for it: this comes behind it
+                self._in_background(self.llm.collective_rpc("millrace_remove_adapter", args=(number,)))
+                raise
+        salt = self._next_label(version)
+        self.loaded[version] = Answering(version, self.base, self.label, salt, number, folder)
 
     async def _free_place(self) -> None:
         assert self.config.adapters is not None
@@ -477,10 +501,22 @@ class Engine:
     async def end_adapters(self, timeout_s: float) -> None:
         """Before other weights come: let requests with adapters end, while new ones wait for those weights.
 
-        ``commit`` or ``resume`` lets the engine go on. Raises EngineError if they take longer; it goes on then.
+        Tenants' own policies are loaded no more: none of their requests is to wait for other weights. ``commit`` or
+        ``resume`` lets the engine go on. Raises EngineError if they take longer; it goes on then, with all adapters.
         """
         if not any(each.adapter is not None for each in self.loaded.values()):
             return
+        before = self.loaded
+        self.loaded = {v: each for v, each in before.items() if v not in self._own or v == self.version}
+        self.on_load()
+        try:
+            await self._end_adapters(timeout_s)
+        except BaseException:
+            self.loaded = before
+            self.on_load()
+            raise
+
+    async def _end_adapters(self, timeout_s: float) -> None:
         core = self.llm.engine_core
         try:
             async with self._within(timeout_s + _CALL_TIMEOUT_S):
@@ -490,14 +526,8 @@ class Engine:
                     return
                 await self.llm.resume_generation()
         except TimeoutError:  # the engine gets to what it was asked later: these come behind it
-            undo = {
-                asyncio.create_task(core.call_utility_async("millrace_keep_adapters")),
-                asyncio.create_task(self.llm.resume_generation()),
-            }
-            self._background |= undo
-            for task in undo:
-                task.add_done_callback(self._background.discard)
-            await asyncio.wait(undo, timeout=_CALL_TIMEOUT_S)
+            undo = core.call_utility_async("millrace_keep_adapters"), self.llm.resume_generation()
+            await asyncio.wait([self._in_background(call) for call in undo], timeout=_CALL_TIMEOUT_S)
             raise
         raise EngineError(
             "requests with an adapter did not end within serve.swap.drain_timeout_s, and other weights than their own "
@@ -537,9 +567,7 @@ class Engine:
 
     async def drain(self, timeout_s: float) -> bool:
         """Let requests in flight finish, new ones wait; whether all did. ``commit`` lets the engine go on."""
-        waiting = asyncio.create_task(self.llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False))
-        self._background.add(waiting)
-        waiting.add_done_callback(self._background.discard)
+        waiting = self._in_background(self.llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False))
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
         for task in done:
             task.result()
@@ -555,23 +583,22 @@ class Engine:
         llm, loop = self.llm, asyncio.get_running_loop()
         core = llm.engine_core
         async with self._within(timeout_s):
-            pause = loop.create_task(core.pause_scheduler_async(mode="keep", clear_cache=recompute))
+            # Of the background: that the engine has nothing left to tidy up, which is what the answer says, may be long
+            # after it went on.
+            pause = self._in_background(core.pause_scheduler_async(mode="keep", clear_cache=recompute))
             held = None
             if recompute or llm.vllm_config.max_concurrent_batches > 1:
                 held = time.monotonic()
                 await pause  # caches are cleared, and a step that is under way ends, before the pause is complete
-            else:
-                # The engine is between two steps and makes no other one. That it has nothing left to tidy up, which is
-                # what the answer says, may be long after it went on.
-                self._background.add(pause)
-                pause.add_done_callback(self._background.discard)
+            # Else it is between two steps and makes no other one.
+            label = self._next_label(weights.policy.version)
             exchange = loop.create_task(llm.collective_rpc("millrace_commit", args=(weights.hashes,)))
-            label = loop.create_task(core.set_weight_version_async(str(weights.policy.version)))
+            labelled = loop.create_task(core.set_weight_version_async(label))
             resume = loop.create_task(core.resume_scheduler_async())
             # Tasks start in the order of their creation, and send before they wait. So what is sent after this
             # call comes after the exchange, and what was sent before it before.
-            loop.call_soon(self._exchanged, weights.policy.version)
-            await asyncio.gather(exchange, label, resume)
+            loop.call_soon(self._exchanged, weights.policy.version, label)
+            await asyncio.gather(exchange, labelled, resume)
         results = exchange.result()
         ms = max(result["ms"] for result in results) if held is None else _milliseconds(time.monotonic() - held)
         return Exchanged(ms=ms, kept=all(result["kept"] for result in results))
@@ -595,8 +622,9 @@ class Engine:
         llm, policy = self.llm, weights.policy
         async with self._within(timeout_s):
             await llm.collective_rpc("millrace_load", args=(str(policy.path), weights.files))
-            await llm.update_weight_version(str(policy.version))
-        self._exchanged(policy.version)
+            label = self._next_label(policy.version)
+            await llm.update_weight_version(label)
+        self._exchanged(policy.version, label)
 
     async def resume(self, timeout_s: float) -> None:
         """Go on after ``hold``."""
@@ -649,13 +677,23 @@ class Engine:
                 raise EngineDead("the engine's process has died") from None
             raise
 
-    def _exchanged(self, version: int) -> None:
+    def _next_label(self, version: int) -> str:
+        self._loads += 1
+        return f"{version}.{self._loads}"
+
+    def _exchanged(self, version: int, label: str) -> None:
         """The engine holds this policy's weights, and no adapter of those before."""
         # Prefixes are cached under the load that made them, so that not even a rollback meets an older load's.
-        self._loads += 1
-        self.base = version
-        self.loaded = {version: Answering(version, version, f"{version}.{self._loads}")}
+        self.base, self.label = version, label
+        self.loaded = {version: Answering(version, version, label, label)}
         self.serve(version)
+
+    def _in_background(self, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A call that is sent, and goes on if nobody waits for it any more."""
+        task = asyncio.create_task(call)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     def _response_text(self, output: CompletionOutput, prompt: list[int]) -> str:
         # The token that ended the response is part of it, but not of its text.

@@ -48,7 +48,7 @@ _Base: Any = Scheduler if current_platform.is_cpu() else AsyncScheduler
 
 @dataclass(slots=True)
 class _Collected:
-    """The tokens of a marked request so far. ``spans``: [first token, policy version], rising."""
+    """The tokens of a marked request so far. ``spans``: [first token, label of the weights], rising."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -98,7 +98,7 @@ class ResponseCollector(_Base):
         self._core.millrace_adapters = self.adapters
         self._core.millrace_end_adapters = self.end_adapters
         self._core.millrace_keep_adapters = self.keep_adapters
-        self._past_adapters = 0
+        self._past_adapters = self._past_before = 0
         self._without_adapter: dict[str, LoRARequest] = {}  # what named one that is past, since the last swap
         self._stats_due = 0.0
         self._seen_version = ""
@@ -143,14 +143,14 @@ class ResponseCollector(_Base):
         at_work = sum(request.num_computed_tokens > 0 for request in with_adapters)
         if at_work:
             return at_work
-        self._past_adapters = last
+        self._past_before, self._past_adapters = self._past_adapters, last
         for request in with_adapters:
             self._take_adapter(request)
         return 0
 
     def keep_adapters(self) -> None:
         """Undo ``end_adapters``, whose other weights did not come."""
-        self._past_adapters = 0
+        self._past_adapters = self._past_before
         for name, adapter in self._without_adapter.items():
             if (request := self.requests.get(name)) is not None and request.num_computed_tokens == 0:
                 request.lora_request = adapter

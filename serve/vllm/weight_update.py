@@ -64,7 +64,7 @@ class LoadsWeights:
         """
         self._loaded = None
         model, config = self.model_runner.get_model(), self.vllm_config.model_config
-        self.model_runner.reset_lora_state()  # adapters are of the weights before
+        slots.forget_all(self)  # adapters are of the weights before
         with set_current_vllm_config(self.vllm_config), experts_packed_again(model):
             try:
                 initialize_layerwise_reload(model)
@@ -147,7 +147,7 @@ class MillraceWorker(LoadsWeights):
             logging.shutdown()
             os._exit(1)
         self._loaded = dict(wanted)
-        self.model_runner.reset_lora_state()
+        slots.forget_all(self)
         return {"ms": (time.perf_counter() - began) * 1e3, "kept": kept}
 
     def millrace_put_adapter(self, number: int, folder: str, files: dict[str, dict[str, Any]]) -> None:
@@ -156,7 +156,11 @@ class MillraceWorker(LoadsWeights):
         mapped = MappedFile(Path(folder) / name, files[name]["fingerprint"])
         config = json.loads((Path(folder) / ADAPTER_CONFIG).read_bytes())
         slots.put(self, number, dict(mapped.tensors()), config)
-        mapped.require_unchanged()
+        try:
+            mapped.require_unchanged()
+        except BaseException:
+            slots.remove(self, number)
+            raise
 
     def millrace_remove_adapter(self, number: int) -> None:
         """Forget an adapter, which no request names any more."""

@@ -377,7 +377,7 @@ def to_sample(completion: Any, prompt: list[int], text: Text) -> Sample:
         raise FloatingPointError(f"generation gave logprobs that are not finite: {log_probs}")
     # The token that ended a response is part of it, but not of its text.
     spoken = token_ids[:-1] if completion.finish_reason == "stop" else token_ids
-    reason, policies = completion.finish_reason, spans_of(completion)
+    reason, policies = completion.finish_reason, [(start, int(version)) for start, version in spans_of(completion)]
     return Sample(token_ids, text.response(prompt, spoken), log_probs, reason, policies)
 
 

@@ -159,5 +159,13 @@ def remove(worker: Any, number: int) -> None:
     _manager(worker).remove_adapter(number)
 
 
+def forget_all(worker: Any) -> None:
+    """Free all slots; requests that are computed anew after they gave way to others go on without an adapter."""
+    runner = worker.model_runner
+    runner.reset_lora_state()
+    for request in getattr(runner, "requests", {}).values():  # vLLM's first runner keeps what they came with
+        request.lora_request = None
+
+
 def _manager(worker: Any) -> Any:
     return worker.model_runner.lora_manager._adapter_manager

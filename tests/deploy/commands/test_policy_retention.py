@@ -49,6 +49,9 @@ def test_pruning_says_what_goes_and_what_stays_and_why(store: PolicyStore, capsy
         assert line in said
     assert run(["policies", "prune", "--dry-run", *KEEP_ONE, "--evaluation.gate.guardrails.kl_v1", "0.5"]) == 0
     assert "policy 1: kept (evaluation.gate.guardrails.kl_v1 measures KL to it)" in capsys.readouterr().out
+    tenants = ["--serve.engine.adapters.tenants", "{mill: 4}"]
+    assert run(["policies", "prune", "--dry-run", *KEEP_ONE, *tenants]) == 0
+    assert "policy 4: kept (serve.engine.adapters.tenants: it answers mill)" in capsys.readouterr().out
     assert store.get(1).pruned is None
     assert run(["policies", "prune", *KEEP_ONE, "--json-out", "result.json"]) == 0
     result = json.loads(Path("result.json").read_text())

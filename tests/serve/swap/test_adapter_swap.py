@@ -201,6 +201,107 @@ async def test_requests_with_adapters_that_do_not_end_in_time_keep_other_weights
     require_of(await running, policies[2])
 
 
+@pytest.mark.parametrize("way", [{}, {"in_place": True}, {"shadow_weights": True}], ids=str)
+async def test_what_waits_while_other_weights_are_tried_in_vain_goes_on_without_its_adapter_and_says_so(
+    swapper: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch, way: dict[str, bool]
+) -> None:
+    swapper.config = SwapConfig.model_validate({"poll_seconds": 3600, **way})
+    await become(swapper, 2)
+    prepared = await swapper.prepare(5)
+    drain, waiting = swapper.engine.drain, []
+
+    async def drain_while_more_come(timeout_s: float) -> bool:
+        drained = await drain(timeout_s)
+        waiting.extend(asyncio.create_task(ask(swapper, f"waits {i}", tokens=100)) for i in range(3))
+        await asyncio.sleep(0.1)
+        return drained
+
+    async def refuse(*_: object) -> str:
+        raise EngineError("refused by the test")
+
+    monkeypatch.setattr(swapper.engine, "drain", drain_while_more_come)
+    monkeypatch.setattr(swapper, "_prove", refuse)
+    refused = await swapper.commit(prepared, 0)
+    monkeypatch.undo()
+    assert refused.error is not None
+    assert "refused by the test" in refused.error
+    assert (swapper.engine.version, swapper.engine.base) == (2, 1)
+    for task in waiting:
+        response = await task
+        starts, versions = zip(*response.policy_spans, strict=True)
+        for start, end, version in zip(starts, (*starts[1:], None), versions, strict=True):
+            expected = reference_logprobs(whole(policies[version]).path, PROMPT, response.token_ids)[start:end]
+            if start == 0:  # later ones read what other weights have computed
+                assert list(response.logprobs[start:end]) == pytest.approx(expected, abs=CLOSE)
+        assert 2 not in versions
+    require_of(await ask(swapper, "with its adapter"), policies[2])
+
+
+async def test_tenants_get_their_policies_back_with_the_weights_that_these_are_of(
+    swapper: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = swapper.engine
+    monkeypatch.setattr(swapper, "_of_tenants", frozenset({4}))
+    monkeypatch.setattr(swapper, "_loaded_for", "")
+    monkeypatch.setattr(engine, "_own", frozenset({4}))
+    monkeypatch.setattr(swapper, "config", SwapConfig(poll_seconds=0.05))
+    following = asyncio.create_task(swapper._follow())
+    store = swapper.store
+
+    async def loaded(serving: int, own: bool) -> None:
+        async with asyncio.timeout(60):
+            while engine.version != serving or (4 in engine.loaded) != own:
+                await asyncio.sleep(0.05)
+
+    try:
+        await loaded(1, own=True)
+        require_of(await ask(swapper, "tenant", version=4), policies[4])
+        store.promote(5, expected=1, who="test", why="other weights")
+        await loaded(5, own=False)
+        with pytest.raises(EngineError, match="policy 4 is not loaded"):
+            await ask(swapper, "not by another", version=4)
+        store.promote(1, expected=5, who="test", why="back")
+        await loaded(1, own=True)
+        prove = swapper._prove
+
+        async def refuse(prepared: object, version: int | None = None) -> str:
+            if engine.base == 5:
+                raise EngineError("refused by the test")
+            return await prove(prepared, version)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(swapper, "_prove", refuse)
+        store.promote(5, expected=1, who="test", why="again")
+        async with asyncio.timeout(60):
+            while swapper.failed is None:
+                await asyncio.sleep(0.05)
+        await loaded(1, own=True)
+        require_of(await ask(swapper, "tenant again", version=4), policies[4])
+    finally:
+        following.cancel()
+        await asyncio.wait({following})
+
+
+async def test_an_adapter_that_nobody_waits_for_any_more_takes_no_place(
+    swapper: Swapper, policies: dict[int, Policy]
+) -> None:
+    (engine,) = [each for each in psutil.Process().children(recursive=True) if "EngineCore" in each.name()]
+    weights = (await swapper.prepare(2)).weights
+    await become(swapper, 5)
+    await become(swapper, 1)
+    engine.suspend()
+    try:
+        putting = asyncio.create_task(swapper.engine.put_adapter(weights, 60))
+        await asyncio.sleep(0.2)
+        putting.cancel()
+        await asyncio.wait({putting})
+    finally:
+        engine.resume()
+    assert putting.cancelled()
+    for version in (3, 4, 2):
+        await become(swapper, version)
+        require_of(await ask(swapper, f"serves {version}"), policies[version])
+
+
 async def test_an_engine_that_is_late_to_end_adapters_goes_on_with_them(
     swapper: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

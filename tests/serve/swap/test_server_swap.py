@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loadtests.event_lines import lines_of
 from serve.policies import probe
 from serve.policies.store import PolicyStore
 from tests.serve.conftest import SERVER, LiveServer, reference_logprobs, start_server, stop_server
@@ -275,7 +276,7 @@ async def test_the_end_finishes_requests_seals_every_row_and_leaves_no_process(
     body = {"prompt": "the end", "max_tokens": 240, "n": 4, "user": "last"}
     at_work = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(3)]
     async with client.stream("POST", "/generate", json=body | {"stream": True}) as streamed:
-        lines = streamed.aiter_lines()
+        lines = lines_of(streamed)
         first = await anext(lines)  # by now the server has all of them
         stopping = asyncio.create_task(asyncio.to_thread(stop_server, server))
         read = [first, *[line async for line in lines]]

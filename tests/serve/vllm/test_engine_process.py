@@ -106,7 +106,7 @@ def test_a_second_process_and_one_for_a_child_that_is_closed_or_dead_are_new_int
     once, closed, dead = WaitingProcess(), WaitingProcess(), WaitingProcess()
     closed.close()
     os.kill(dead.pid, signal.SIGKILL)
-    time.sleep(0.2)
+    os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
     first = started(once, fail)
     others = [started(waiting, fail) for waiting in (once, closed, dead)]
     for process in (first, *others):
