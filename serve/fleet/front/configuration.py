@@ -124,6 +124,7 @@ frontend requests from frontends
 
 backend replicas from backends
   balance leastconn
+  http-reuse always
   option redispatch 1
   retries {self.places}
   option httpchk
@@ -132,6 +133,7 @@ backend replicas from backends
 {servers}
 
 backend routed from backends
+  http-reuse always
   server proxy 127.0.0.1:{self.proxy}{disabled}
 """
 
