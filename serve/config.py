@@ -301,7 +301,7 @@ class FleetConfig(Section):
     sticky: Literal["none", "session"] = Field(
         "none",
         description="session: requests with one X-Session-Id go to one replica, which has their prefix cached, for as "
-        "long as it has room. none: each goes to the less loaded of two.",
+        "long as it has room; all pass Ray Serve's proxy then. none: each goes to one with few at work.",
     )
     canary_seconds: float = Field(
         30, ge=0, description="How long a promoted policy serves in one replica before the others follow; 0: no canary."

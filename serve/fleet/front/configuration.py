@@ -130,6 +130,7 @@ backend replicas from backends
   option httpchk
   http-check send meth GET uri {CHECK} ver HTTP/1.1 hdr host front
   default-server check inter {CHECK_S * 1000:.0f}ms downinter {CHECK_S * 500:.0f}ms fall 1 rise 1
+  default-server observe layer4 error-limit 1 on-error mark-down
 {servers}
 
 backend routed from backends

@@ -38,6 +38,7 @@ class Listener:
                 uds=str(self._path),
                 interface="asgi3",
                 lifespan="off",
+                log_level="warning",  # it would say how to stop it, which is not for people here
                 timeout_keep_alive=IDLE_S,
                 timeout_graceful_shutdown=int(config.limits.timeout_s) + 1,
             )

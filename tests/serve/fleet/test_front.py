@@ -313,12 +313,18 @@ def listen(place: int) -> None:
 async def test_an_haproxy_that_dies_is_started_anew_as_it_was_and_no_connection_is_refused(
     config: ServeConfig, folder: Path
 ) -> None:
+    app = Application("direct")
     with front_of(config) as (front, url):
-        async with listening(Application("direct"), config, 0):
+        async with listening(app, config, 0):
             await until_answered(url, by="direct")
             kill(front)
             async with httpx.AsyncClient(base_url=url, timeout=30) as client:
-                assert (await client.get("/")).json()["by"] == "direct"
+                waiting = [asyncio.create_task(client.get("/wait")) for _ in range(4)]
+                await until(lambda: app.at_work == 4)
+                # Those who have nothing at work come first, and HAProxy does not know yet that nobody is there.
+                assert {(await client.get("/")).json()["by"] for _ in range(20)} == {"direct"}
+                app.go.set()
+                assert {(await each).status_code for each in waiting} == {200}
             front.route(True)
             kill(front)
             async with httpx.AsyncClient(base_url=url, timeout=30) as client:
@@ -391,6 +397,14 @@ async def test_its_end_answers_what_is_at_work_takes_no_more_and_leaves_nothing(
                 assert (await waiting).status_code == 200
                 await asyncio.wait_for(draining, 30)
     assert not child.is_running()
+
+
+async def test_its_end_does_not_wait_for_connections_that_are_idle(config: ServeConfig, folder: Path) -> None:
+    with front_of(config) as (front, url):
+        async with listening(Application(), config, 0), httpx.AsyncClient(base_url=url, timeout=60) as client:
+            await until_answered(url)
+            assert (await client.get("/")).status_code == 200  # and its connection stays open
+            await asyncio.wait_for(asyncio.to_thread(front.drain, 60), 20)
 
 
 async def test_slow_clients_beyond_what_its_files_allow_wait_and_others_are_answered(
