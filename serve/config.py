@@ -254,8 +254,8 @@ class LimitsConfig(Section):
         60,
         gt=0,
         description="Keys and logins that are not good, from one address, that are answered with 401 in a minute; "
-        "further ones get 429 with Retry-After. A good key is always let in. Each of several api_processes counts its "
-        "own.",
+        "further ones get 429 with Retry-After. A good key is always let in. Each of several api_processes, or "
+        "replicas, counts its own.",
     )
     burst_seconds: float = Field(
         60, gt=0, description="What a key earns in this long it may use at once, after it has asked for nothing."

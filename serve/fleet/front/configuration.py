@@ -8,7 +8,8 @@ What is no HTTP request, and a head that is too long, get HAProxy's own page wit
 time gets nothing. All other errors have the form of our own.
 
 Each replica has its place by its name's number, with a socket that is there while it listens; what is not there, or
-says that it is not ready, gets nothing. ``routed`` has Ray Serve's proxy; while that is enabled, it gets all.
+says that it is not ready, gets nothing. Where none is ready, any that listens can still say why (``unready``).
+``routed`` has Ray Serve's proxy; while that is enabled, it gets all.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ backend passed_on from backends
 frontend requests from frontends
   bind unix@{self.folder}/requests mode 600
   use_backend routed if {{ nbsrv(routed) gt 0 }}
+  use_backend unready if {{ nbsrv(replicas) eq 0 }}
   default_backend replicas
 
 backend replicas from backends
@@ -131,6 +133,12 @@ backend replicas from backends
   http-check send meth GET uri {CHECK} ver HTTP/1.1 hdr host front
   default-server check inter {CHECK_S * 1000:.0f}ms downinter {CHECK_S * 500:.0f}ms fall 1 rise 1
   default-server observe layer4 error-limit 1 on-error mark-down
+{servers}
+
+backend unready from backends
+  balance roundrobin
+  option redispatch 1
+  retries {self.places}
 {servers}
 
 backend routed from backends

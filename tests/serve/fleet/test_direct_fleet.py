@@ -131,6 +131,10 @@ async def test_requests_are_answered_by_both_replicas_while_ray_serves_proxy_sta
 
 
 async def test_only_the_single_sign_ons_proxy_says_who_a_user_is(fleet: LiveServer) -> None:
+    await only_the_proxy_says_who_a_user_is(fleet)
+
+
+async def only_the_proxy_says_who_a_user_is(fleet: LiveServer) -> None:
     async with client_of(fleet) as client:
         (response,) = (await ask(client)).json()["responses"]
     keyring = Keyring(ServeConfig(keys=str(fleet.home / "keys.json")))
@@ -151,6 +155,8 @@ async def test_a_canary_gets_its_share_of_the_sessions_and_nobody_is_lost(fleet:
         pointer = fleet.promote(2)
         await until(fleet, lambda policy: policy["phase"] == "canary")
         assert "requests go through Ray Serve's proxy" in fleet.log.read_text()
+        await only_the_proxy_says_who_a_user_is(fleet)
+        assert "requests go straight to the replicas" not in fleet.log.read_text()
         policy = await until(
             fleet,
             lambda policy: (

@@ -209,8 +209,13 @@ async def test_requests_go_where_few_are_at_work_and_not_to_who_is_not_ready(con
                 first.go.set()
                 second.go.set()
                 assert {(await each).status_code for each in waiting} == {200}
+                second.unready = "nor is it"
+                await asyncio.sleep(1.5)
+                assert {(await client.get("/policy")).json()["by"] for _ in range(8)} == {"first", "second"}
                 first.unready = None
                 await until_answered(url, by="first")
+                await asyncio.sleep(0.5)
+                assert {(await client.get("/")).json()["by"] for _ in range(8)} == {"first"}
 
 
 async def test_a_replica_that_leaves_answers_what_it_has_and_nobody_is_refused(
