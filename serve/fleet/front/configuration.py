@@ -56,7 +56,7 @@ class Configuration:
 
     folder: private, with all of its sockets and files. descriptor: the socket that clients connect to, inherited.
     proxy: the port of Ray Serve's proxy on loopback. connections: of clients, at a time. timeout_s: a request's.
-    secret: by which a replica knows what the front says.
+    secret: by which a replica knows what the front says. threads: of HAProxy.
     """
 
     folder: Path
@@ -66,6 +66,7 @@ class Configuration:
     connections: int
     timeout_s: float
     secret: str
+    threads: int
 
     def text(self, *, by_content: bool) -> str:
         """HAProxy's configuration. ``by_content``: whether requests go through Ray Serve's proxy at first."""
@@ -73,7 +74,7 @@ class Configuration:
         disabled = "" if by_content else " disabled"
         return f"""
 global
-  nbthread 1
+  nbthread {self.threads}
   maxconn {2 * self.connections}
   stats socket unix@{self.folder / ADMIN} mode 600 level admin
   tune.bufsize {HEAD_BYTES + _REWRITE_BYTES}

@@ -34,6 +34,7 @@ _COMMAND_S: Final = 5.0
 _PAUSE_S: Final = 0.5  # between two tries to start it anew
 _FILES: Final = 4  # of a request: both ends of both of its connections
 _FEWEST: Final = 64
+_MOST_THREADS: Final = 8
 # A service manager sends SIGTERM to all processes, and what is at work must end first. HAProxy keeps this one ignored.
 _UNMOVED: Final = ("/bin/sh", "-c", 'trap "" TERM; exec "$0" "$@"')
 
@@ -100,6 +101,7 @@ class Front:
             connections=max(_FEWEST, connections_at_most() // _FILES),
             timeout_s=config.limits.timeout_s + 30,
             secret=secret,
+            threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 4)),
         )
         self._listener = listener
         self._binary = _binary()
@@ -107,7 +109,7 @@ class Front:
         self._lock = threading.Lock()  # between those that switch it and the thread that starts it anew
         self._ending = threading.Event()
         self._process = self._start()
-        self._taken = by_content
+        self._taken: bool | None = by_content
         self._watcher = threading.Thread(target=self._watch, name="front", daemon=True)
         self._watcher.start()
 
@@ -119,6 +121,7 @@ class Front:
         with self._lock:
             self._by_content = by_content  # so that one that is started anew begins with it
             if self._taken != by_content:
+                self._taken = None  # what does not answer in time may have taken it all the same
                 self._command(f"set server {ROUTED} state {'ready' if by_content else 'maint'}")
                 self._taken = by_content
                 log.info("requests go %s", "through Ray Serve's proxy" if by_content else "straight to the replicas")
@@ -148,7 +151,7 @@ class Front:
         log_path = path.with_suffix(".log")
         with stop_signals_blocked(), log_path.open("wb") as output:
             process = subprocess.Popen(
-                [*_UNMOVED, self._binary, "-q", "-db", "-f", str(path)],
+                [*_UNMOVED, self._binary, "-db", "-f", str(path)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -365,6 +365,8 @@ async def test_requests_go_through_the_proxy_from_the_moment_that_they_are_to(
             finally:
                 process._COMMAND_S = before  # type: ignore[misc]
                 front._process.send_signal(signal.SIGCONT)
+            front.route(False)
+            await until_answered(url, by="direct")
             with pytest.raises(FrontError, match="does not take"):
                 front._command("set server nothing/there state ready")
 
@@ -431,6 +433,18 @@ async def test_slow_clients_beyond_what_its_files_allow_wait_and_others_are_answ
 
 def resource_limit(pid: int) -> int:
     return psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)[0]
+
+
+def test_where_the_sockets_names_would_be_too_long_there_is_no_front_and_the_log_says_why(
+    config: ServeConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / ("a" * 100)
+    folder.mkdir()
+    with environment({FOLDER: str(folder)}), bind("127.0.0.1", 0) as bound:
+        with process.started(config, bound, by_content=False) as front:
+            assert front is None
+    assert "too long" in caplog.text
+    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("binary", ["none", "broken"])
