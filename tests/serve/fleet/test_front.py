@@ -440,9 +440,12 @@ def test_where_the_sockets_names_would_be_too_long_there_is_no_front_and_the_log
 ) -> None:
     folder = tmp_path / ("a" * 100)
     folder.mkdir()
-    with environment({FOLDER: str(folder)}), bind("127.0.0.1", 0) as bound:
-        with process.started(config, bound, by_content=False) as front:
-            assert front is None
+    with (
+        environment({FOLDER: str(folder)}),
+        bind("127.0.0.1", 0) as bound,
+        process.started(config, bound, by_content=False) as front,
+    ):
+        assert front is None
     assert "too long" in caplog.text
     assert list(folder.iterdir()) == []
 
