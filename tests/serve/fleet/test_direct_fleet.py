@@ -25,6 +25,7 @@ from tests.trees import exposed, left_of, tree
 
 PATIENCE_S = 300
 USER, SSO_HEADER, SSO_PROXY = "ann@example.org", "X-Forwarded-User", "127.0.0.2"
+BOTH = {"replica-0", "replica-1"}
 KEYS: dict[str, str] = {}
 
 
@@ -100,11 +101,21 @@ async def until(fleet: LiveServer, condition: Callable[[dict[str, Any]], bool]) 
     raise TimeoutError(f"the fleet never came there: {policy}\n{fleet.log.read_text()[-3000:]}")
 
 
+async def both_answer(fleet: LiveServer, user: str) -> None:
+    """Return when each of the two replicas has answered ``user``: HAProxy asks four times a second who is there."""
+    deadline = time.monotonic() + PATIENCE_S
+    async with client_of(fleet) as client:
+        while {row["replica"] for row in fleet.rows("interactions", f"\"user\" = '{user}'")} != BOTH:
+            assert time.monotonic() < deadline
+            await asyncio.gather(*(ask(client, user=user) for _ in range(4)))
+
+
 def processes(fleet: LiveServer, name: str) -> list[psutil.Process]:
     return [p for p in tree(fleet.process.pid) if name in " ".join(p.cmdline())]
 
 
 async def test_requests_are_answered_by_both_replicas_while_ray_serves_proxy_stands_still(fleet: LiveServer) -> None:
+    await both_answer(fleet, "first")
     proxies = processes(fleet, "ray::ProxyActor")
     assert proxies
     for proxy in proxies:
@@ -122,7 +133,7 @@ async def test_requests_are_answered_by_both_replicas_while_ray_serves_proxy_sta
             proxy.resume()
     assert {answer.status_code for answer in answers} == {200}
     assert {len(answer.headers.get_list("x-request-id")) for answer in answers} == {1}
-    assert {row["replica"] for row in fleet.rows("interactions", "\"user\" = 'both'")} == {"replica-0", "replica-1"}
+    assert {row["replica"] for row in fleet.rows("interactions", "\"user\" = 'both'")} == BOTH
     assert 'millrace_policy_version{replica="replica-0"} 1.0' in text
     assert 'millrace_policy_version{replica="replica-1"} 1.0' in text
     assert events[-1] == "event: done"
@@ -202,11 +213,7 @@ async def test_a_replica_that_is_killed_under_load_fails_its_own_requests_alone_
     promised = {r["response_id"] for a in answers if a.status_code == 200 for r in a.json()["responses"]}
     rows = fleet.rows("interactions", "\"user\" = 'cut' AND status = 'complete'")
     assert promised <= {row["response_id"] for row in rows}
-    async with client_of(fleet) as client:  # the one that came in its place answers too
-        deadline = time.monotonic() + PATIENCE_S
-        while {row["replica"] for row in fleet.rows("interactions", "\"user\" = 'new'")} != {"replica-0", "replica-1"}:
-            assert time.monotonic() < deadline
-            await asyncio.gather(*(ask(client, user="new") for _ in range(4)))
+    await both_answer(fleet, "new")  # the one that came in its place does
 
 
 async def test_an_haproxy_that_is_killed_is_replaced_and_the_log_says_so(fleet: LiveServer) -> None:
