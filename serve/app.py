@@ -14,10 +14,12 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from feedback.config import FeedbackConfig
 from feedback.files import LockTimeoutError, locked, make_folder
@@ -34,7 +36,7 @@ from serve.api_processes.further import Beginning, FurtherProcess
 from serve.api_processes.process import CUT_OFF_S, ApiProcess
 from serve.config import ServeConfig
 from serve.middleware.authentication import Authenticator
-from serve.middleware.connections import BoundedHttp, bind, connections_at_most
+from serve.middleware.connections import KEEP_ALIVE_S, BoundedHttp, bind, connections_at_most
 from serve.middleware.keyring import CONSOLE
 from serve.middleware.request_context import RESPONSES, RequestContext
 from serve.observability import log_format
@@ -259,27 +261,29 @@ def run_policy(config: ServeConfig, feedback_config: FeedbackConfig, version: in
         run(config, unused, Server(config, unused, lambda: DesiredState(pointer), recording=False))
 
 
+def uvicorn_config(app: ASGIApp, config: ServeConfig, front: bytes | None = None, **options: Any) -> uvicorn.Config:
+    """How uvicorn serves an application of ours. ``front``: as ``BoundedHttp.believe``'s. Sets this process's files."""
+    http = BoundedHttp.believing(config.sso, front)
+    http.most = connections_at_most()
+    settings: dict[str, Any] = {
+        "http": http,
+        "ws": "none",  # there is no route for it, and its own protocol would have no bounds
+        "access_log": False,  # serve.middleware.request_context has a better one
+        "log_config": None,
+        "server_header": False,
+        "forwarded_allow_ips": config.proxies,
+        "timeout_keep_alive": KEEP_ALIVE_S,
+    }
+    return uvicorn.Config(app, **settings | options)
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn that drains: at a signal it finishes the requests at work, within bounds, and returns normally."""
 
     def __init__(self, server: ApiProcess, app: FastAPI) -> None:
         config = server.config
-        http = BoundedHttp.believing(config.sso)
-        http.most = connections_at_most()
-        super().__init__(
-            uvicorn.Config(
-                app,
-                loop="uvloop",
-                http=http,
-                ws="none",  # there is no route for it, and its own protocol would have no bounds
-                access_log=False,  # serve.middleware.request_context has a better one
-                log_config=None,
-                server_header=False,
-                forwarded_allow_ips=config.proxies,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=int(config.drain_timeout_s) + CUT_OFF_S,
-            )
-        )
+        graceful = int(config.drain_timeout_s) + CUT_OFF_S
+        super().__init__(uvicorn_config(app, config, loop="uvloop", timeout_graceful_shutdown=graceful))
         self._server = server
         self.stopped_early = False
         """A signal came before the server was ready; what then kept it from starting is no failure."""

@@ -254,8 +254,8 @@ class LimitsConfig(Section):
         60,
         gt=0,
         description="Keys and logins that are not good, from one address, that are answered with 401 in a minute; "
-        "further ones get 429 with Retry-After. A good key is always let in. Each of several api_processes counts its "
-        "own.",
+        "further ones get 429 with Retry-After. A good key is always let in. Each of several api_processes, or "
+        "replicas, counts its own.",
     )
     burst_seconds: float = Field(
         60, gt=0, description="What a key earns in this long it may use at once, after it has asked for nothing."
@@ -301,7 +301,7 @@ class FleetConfig(Section):
     sticky: Literal["none", "session"] = Field(
         "none",
         description="session: requests with one X-Session-Id go to one replica, which has their prefix cached, for as "
-        "long as it has room. none: each goes to the less loaded of two.",
+        "long as it has room; all pass Ray Serve's proxy then. none: each goes to one with few at work.",
     )
     canary_seconds: float = Field(
         30, ge=0, description="How long a promoted policy serves in one replica before the others follow; 0: no canary."

@@ -17,7 +17,7 @@ from feedback.files import make_folder, open_lock, try_lock
 from serve.config import FleetConfig
 from serve.fleet.planner import NOTHING, next_step
 from serve.fleet.reports import Report, reports
-from serve.fleet.state import Deployment, FleetError, FleetRecord, FleetState, Instant, instant
+from serve.fleet.state import Deployment, FleetError, FleetRecord, FleetState, Instant, by_content, instant
 from serve.policies.experiments import ExperimentReader
 from serve.policies.folder import StoreUnreachable
 from serve.policies.store import Pointer, PolicyError, PolicyStore, RecordDamaged, StalePointer
@@ -39,6 +39,8 @@ class Controller:
         self.config = config
         self.record = FleetRecord(store.root)
         self._experiments = ExperimentReader(store.experiments)
+        self.route: Callable[[bool], None] = lambda by_content: None
+        """Has requests reach the replicas by what is in them, or any of them; raises OSError if that can't be."""
         self._clock = clock
         self._lock = -1
         self._recorded = 0  # the newest generation that this process knows to be on record as having served
@@ -102,14 +104,19 @@ class Controller:
         step = next_step(
             state, pointer, reported, served, self.config, self._clock(), self._experiments.under(pointer.generation)
         )
+        after = step.state or state
+        if by_content(after):
+            self.route(True)  # before a replica reads the record, and serves what others do not
         if step.message:
             log.info("%s", step.message)
-        self._record_served((step.state or state).serving, reported)
+        self._record_served(after.serving, reported)
         if step.back:
             assert state.deployment is not None
             self._move_back(state, state.deployment)
         elif step.state is not None:
             self._write(state, step.state)
+        if not by_content(after) and all(_is_settled(report, after) for report in reported):
+            self.route(False)
         return step != NOTHING
 
     def _served(self) -> Collection[int]:
@@ -169,3 +176,8 @@ class Controller:
             self.store.move_back(deployment.to, state.serving.version, who=WHO, why=why)
         except StalePointer as error:  # it was moved meanwhile; the next turn reads where it is
             log.info("%s", error)
+
+
+def _is_settled(report: Report, state: FleetState) -> bool:
+    """Whether a replica, if it answers requests, does so as all others do."""
+    return report.state != "ready" or (report.version == state.serving.version and report.variant is None)

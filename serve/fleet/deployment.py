@@ -19,10 +19,13 @@ from feedback.trusted_code import consented
 from serve.config import FleetConfig, ServeConfig
 from serve.fleet.assignment import HEADER
 from serve.fleet.controller import Controller
+from serve.fleet.front import process as front_process
+from serve.fleet.front.configuration import IDLE_S
+from serve.fleet.front.process import Front
 from serve.fleet.proxy import SSO
-from serve.fleet.state import FleetError
-from serve.local_ray.cluster import connect, local_ray
-from serve.middleware.connections import bind
+from serve.fleet.state import FleetError, by_content
+from serve.local_ray.cluster import LOOPBACK, connect, local_ray
+from serve.middleware.connections import KEEP_ALIVE_S, bind
 from serve.middleware.keyring import Keyring
 from serve.observability import log_format
 from serve.policies.open_store import open_store
@@ -35,7 +38,6 @@ log = logging.getLogger(__name__)
 APPLICATION: Final = "millrace"
 DEPLOYMENT: Final = "Replica"
 _POLL_S: Final = 0.5
-_KEEP_ALIVE_S: Final = 75
 _FOR_PROXIES: Final = {"host", "allowed_hosts", "audit", "auth", "keys", "limits", "sso", "tenant"}
 _MARGIN_S: Final = 30.0  # to stop an engine and seal what was recorded, beyond the drain
 _OBJECT_STORE_BYTES: Final = 128 << 20  # requests and answers pass through it only when they are large
@@ -60,25 +62,33 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, console: Console |
     controller = Controller(store, Path(config.replicas), config.fleet)
     stop = threading.Event()
     ray_stack = ExitStack()
+    front: Front | None = None
     try:
         with _signals():
             store.follow(config.swap.poll_seconds)
             state = controller.open()
             log.info("policy %d is what the fleet serves", state.serving.version)
+            listener = None
             if config.fleet.ray_address is None:
-                bind(config.host, config.port).close()  # before anything takes its seconds
+                listener = ray_stack.enter_context(bind(config.host, config.port))  # before anything takes its seconds
             ray_stack.enter_context(_ray(config.fleet, config))
+            if listener is not None and not front_process.is_of_use(config):
+                listener.close()
+            elif listener is not None:
+                front = ray_stack.enter_context(front_process.started(config, listener, by_content=by_content(state)))
+            if front is not None:
+                controller.route = front.route
             driver = threading.Thread(
                 target=controller.run, args=(stop, config.swap.poll_seconds), name="fleet controller", daemon=True
             )
             driver.start()
-            _deploy(config, feedback_config, console)
+            _deploy(config, feedback_config, console, front)
             _watch()
     except _Stop:
         log.info("stopping: the replicas finish what they have")
     finally:
         with handled_by(signal.SIG_IGN, STOPPING):
-            _end(controller, config)
+            _end(controller, config, front)
             ray_stack.close()
             stop.set()
             controller.close()
@@ -104,6 +114,7 @@ def _ray(config: FleetConfig, server: ServeConfig) -> Iterator[None]:
         "namespace": APPLICATION,
     }
     if config.ray_address is None:
+        environment["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] = "0.5"  # by itself 0.1, which takes 3 % of a core
         most = max(config.replicas, config.max_replicas or 0)
         with local_ray(
             # Ray's own count of cores, so that all replicas fit whatever the machine has.
@@ -126,7 +137,7 @@ def _ray(config: FleetConfig, server: ServeConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _deploy(config: ServeConfig, feedback_config: FeedbackConfig, console: Console | None) -> None:
+def _deploy(config: ServeConfig, feedback_config: FeedbackConfig, console: Console | None, front: Front | None) -> None:
     """Start the replicas and wait until they serve. Raises FleetError with their reason if they can't."""
     from ray import serve as ray_serve
     from ray.serve.config import HTTPOptions
@@ -138,9 +149,9 @@ def _deploy(config: ServeConfig, feedback_config: FeedbackConfig, console: Conso
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     ray_serve.start(
         http_options=HTTPOptions(
-            host=config.host,
-            port=config.port,
-            keep_alive_timeout_s=_KEEP_ALIVE_S,
+            host=config.host if front is None else LOOPBACK,
+            port=config.port if front is None else front.proxy_port,
+            keep_alive_timeout_s=KEEP_ALIVE_S if front is None else IDLE_S,
             request_timeout_s=config.limits.timeout_s + _MARGIN_S,  # where there is no replica that would say it
         ),
         proxy_location="EveryNode" if config.fleet.ray_address else "HeadOnly",
@@ -212,7 +223,7 @@ def _watch() -> None:
         time.sleep(_POLL_S * 4)
 
 
-def _end(controller: Controller, config: ServeConfig) -> None:
+def _end(controller: Controller, config: ServeConfig, front: Front | None) -> None:
     """Drain and stop all that ``run`` started, whatever of it there is."""
     import ray
 
@@ -224,6 +235,8 @@ def _end(controller: Controller, config: ServeConfig) -> None:
 
     try:
         controller.request_stop()
+        if front is not None:
+            front.drain(config.drain_timeout_s + _MARGIN_S)
         ray_serve.delete(APPLICATION)  # before the proxies go, through which the answers go
         end_store()
         if config.fleet.ray_address is None:

@@ -58,6 +58,11 @@ class Member:
         """The replica's name, unique among those that live."""
         return self._name.name
 
+    @property
+    def number(self) -> int:
+        """At the end of its name."""
+        return self._name.number
+
     def begin(self, server: Server) -> None:
         """Report what ``server`` does, from now on. It serves."""
         self._server = server

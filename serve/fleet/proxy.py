@@ -1,5 +1,7 @@
 """What Ray Serve's proxies do themselves: read bodies, and answer where no replica does. Imports no torch and no vLLM.
 
+Behind a front of our own (``serve.fleet.front``) they get requests only while it matters which replica answers.
+
 While an experiment runs, they also find out whom a request is drawn for (``serve.fleet.assignment``).
 
 A body is read here, whole, before its request takes a place in a replica: Ray Serve would have it read from there. So
@@ -21,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.config import SsoConfig
 from serve.fleet.assignment import routed
+from serve.fleet.front.process import folder_of_front, secret_of
 from serve.fleet.proxy_state import body_reader, experiment, has_body, has_no_replica
 from serve.http import Problem
 from serve.middleware.connections import BoundedHttp
@@ -49,7 +52,9 @@ def bound_connections() -> None:
     and takes none from outside, so "auto" means ours here. Raises RuntimeError if uvicorn takes its protocols from
     elsewhere.
     """
-    BoundedHttp.believe(SsoConfig.model_validate_json(os.environ.get(SSO, "{}")))
+    folder = folder_of_front()
+    front = None if folder is None else secret_of(folder)
+    BoundedHttp.believe(SsoConfig.model_validate_json(os.environ.get(SSO, "{}")), front)
     uvicorn.config.HTTP_PROTOCOLS["auto"] = "serve.middleware.connections:BoundedHttp"
     uvicorn.config.WS_PROTOCOLS["auto"] = None
     loaded = uvicorn.Config(lambda: None, factory=True, lifespan="off", log_config=None)  # as Ray Serve makes it

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from feedback.config import FeedbackConfig
 from feedback.trusted_code import consent_to
 from serve.config import ServeConfig
+from serve.fleet.front.process import folder_of_front
 from serve.fleet.member import Member
 from serve.observability import log_format
 from serve.vllm import compat
@@ -32,6 +33,7 @@ class Replica:
         """Start the server. Raises what keeps it from serving; Ray Serve tries again."""
         consent_to(trusted_code)
         from serve.app import create_app
+        from serve.fleet.front.listener import Listener
         from serve.fleet.rate_limit_store import FleetBuckets
         from serve.runtime import Server
 
@@ -54,6 +56,10 @@ class Replica:
             raise
         self.server.fleet = self.member
         self.member.begin(self.server)
+        self._listener: Listener | None = None
+        if (folder := folder_of_front()) is not None:
+            self._listener = Listener(self.application, named, folder, self.member.number, self.server.unready)
+            await self._listener.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application, whose life is this object's and not the one that Ray Serve would give it."""
@@ -69,7 +75,8 @@ class Replica:
 
     async def check_health(self) -> None:
         """Raises RuntimeError when only a new replica helps."""
-        if reason := self.server.dead() or self.member.lost():
+        listener = None if self._listener is None else self._listener.dead()
+        if reason := self.server.dead() or self.member.lost() or listener:
             raise RuntimeError(f"{self.member.name}: {reason}")
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -77,11 +84,16 @@ class Replica:
         return self.member.routing()
 
     async def __del__(self) -> None:
-        """Called by Ray Serve once the requests at work are done: stop the engine, seal what was recorded."""
+        """Called by Ray Serve once the requests at work, as far as it knows them, are done.
+
+        Finish the others, stop the engine, seal what was recorded.
+        """
         if not hasattr(self, "_lifespan"):
             return
         self.member.stop()
         try:
+            if self._listener is not None:
+                await self._listener.close(at_once=self.server.draining or self.server.dead() is not None)
             await self._lifespan.__aexit__(None, None, None)
         finally:
             self.member.release()

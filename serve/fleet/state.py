@@ -120,6 +120,12 @@ class FleetState:
 _JSON: Final = TypeAdapter(FleetState)
 
 
+def by_content(state: FleetState) -> bool:
+    """Whether it matters which replica answers a request: a policy is on trial, or an experiment has replicas."""
+    deployment = state.deployment
+    return state.split is not None or (deployment is not None and deployment.phase in ("canary", "undoing"))
+
+
 @dataclass(frozen=True)
 class Task:
     """What one replica has to do: serve a policy, and have another one ready.

@@ -27,6 +27,8 @@ from serve.middleware.keyring import is_loopback
 log = logging.getLogger(__name__)
 
 LOOPBACK: Final = "127.0.0.1"
+FOLDER: Final = "MILLRACE_RAY_FOLDER"
+"""The environment variable with a local Ray's private folder, for the processes on it. It goes when Ray does."""
 _TRIES: Final = 3
 _GONE_S: Final = 10.0
 _AUTH_MODE: Final = "RAY_AUTH_MODE"
@@ -156,6 +158,7 @@ def _variables(folder: Path) -> dict[str, str | None]:
     return {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as ENABLE_RAY_CLUSTER, in the processes that Ray starts
         _AUTH_MODE: "disabled" if is_disabled else "token",
+        FOLDER: str(folder),
         "RAY_AUTH_TOKEN": None,
         "RAY_AUTH_TOKEN_PATH": str(token),
         "SPT_NOENV": "1",  # a process that sets its title keeps its environment readable, by which the reaper knows it

@@ -4,12 +4,14 @@ A server without an answer to give yet, and one that has answered before the req
 comes then is bounded here; a body that somebody reads is bounded where it is read (``serve.middleware.bodies``).
 
 Here alone is the other end of the connection known for certain: behind it, a proxy's word counts. So what a proxy says
-of a request's user (``serve.sso``) is believed or dropped here.
+of a request's user (``serve.sso``) is believed or dropped here; and so is what a fleet's own front says of a request's
+address (``serve.fleet.front``), which is then taken for the connection's other end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import ipaddress
 import resource
 import socket
@@ -28,6 +30,12 @@ USER: Final = "millrace.user"
 the application does: Ray Serve's proxies may be older than this server, or others' on the same cluster.
 """
 
+CLIENT: Final = "x-millrace-client"
+"""The header in which a fleet's front hands on its secret, and the address and port that a request came from."""
+
+KEEP_ALIVE_S: Final = 75
+"""A client's connection may be idle for so long."""
+
 HEAD_BYTES: Final = 64 << 10
 HEAD_TIMEOUT_S: Final = 30.0
 REST_BYTES: Final = 32 << 20
@@ -43,6 +51,7 @@ _TOO_LARGE: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
     b"content-type: application/problem+json\r\ncontent-length: %d\r\n\r\n%b"
 )
+_CLIENT: Final = CLIENT.encode()
 _PROBLEM: Final = b'{"title":"Request Header Fields Too Large","status":431,"detail":"a head may have %d bytes"}'
 
 
@@ -91,20 +100,25 @@ class BoundedHttp(HttpToolsProtocol):
     _user_header: ClassVar[bytes | None] = None
     _proxies: ClassVar[tuple[str, ...]] = ()
     _word: ClassVar[bytes] = b""
+    _front: ClassVar[bytes | None] = None
 
     @classmethod
-    def believe(cls, sso: SsoConfig) -> None:
-        """Have all connections of this class believe what these settings' proxies say of users."""
+    def believe(cls, sso: SsoConfig, front: bytes | None = None) -> None:
+        """Have all connections of this class believe what these settings' proxies say of users.
+
+        front: the secret by which a fleet's front is known, if there is one.
+        """
         cls._user_header = None if sso.header is None else sso.header.lower().encode()
-        cls._proxies, cls._word = tuple(sso.proxies), word_of(sso)
+        cls._proxies, cls._word, cls._front = tuple(sso.proxies), word_of(sso), front
 
     @classmethod
-    def believing(cls, sso: SsoConfig) -> type[BoundedHttp]:
-        """This protocol, for a server with single sign-on."""
+    def believing(cls, sso: SsoConfig, front: bytes | None = None) -> type[BoundedHttp]:
+        """This protocol, for a server with single sign-on; as ``believe``."""
         made: type[BoundedHttp] = type("BoundedHttp", (cls,), {})
-        made.believe(sso)
+        made.believe(sso, front)
         return made
 
+    _users: list[bytes]  # what a head says of who makes the request
     _begun = False  # a head
     _in_message = False  # behind its head
     _heard = False  # whether the last piece had something of a request's own: a first or last byte, a body's bytes
@@ -168,22 +182,36 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._begun = self._heard = True
+        self._users = []
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """As uvicorn's, which takes trailers for headers; but who the user is, only the right proxy may say."""
         if self._in_message:
             return
-        if self._user_header is None or name.lower() != self._user_header:
-            return super().on_header(name, value)
-        if self.client is not None and _is_among(self.client[0], self._proxies):
-            scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-            before = [scope[USER][1]] if USER in scope else []
-            scope[USER] = (self._word, b",".join([*before, value]))
+        if self._user_header is not None and name.lower() == self._user_header:
+            self._users.append(value)
+        elif self._front is not None and name.lower() == _CLIENT:
+            self._hear_front(self._front, value)
+        else:
+            super().on_header(name, value)
+
+    def _hear_front(self, secret: bytes, value: bytes) -> None:
+        """Take the address that the front says for the other end of this request's connection."""
+        said, _, address = value.partition(b" ")
+        if hmac.compare_digest(said, secret):
+            host, _, port = address.decode("ascii").partition(" ")
+            self.scope["client"] = (host, int(port))
 
     def on_headers_complete(self) -> None:
+        """As uvicorn's, once it is known whose word the request comes with."""
         self._begun, self._in_message, self._heard = False, True, True
         self._stop_timer()
+        if self._users:
+            scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+            if scope["client"] is not None and _is_among(scope["client"][0], self._proxies):
+                scope[USER] = (self._word, b",".join(self._users))
+            self._users = []
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -25,7 +25,17 @@ from serve.fleet.member import Member
 from serve.fleet.planner import next_step
 from serve.fleet.reports import Name, Report, living, reports, write_report
 from serve.fleet.router import in_share, rank
-from serve.fleet.state import Deployment, FleetError, FleetRecord, FleetState, Instant, instant, task_of
+from serve.fleet.state import (
+    Deployment,
+    FleetError,
+    FleetRecord,
+    FleetState,
+    Instant,
+    Split,
+    by_content,
+    instant,
+    task_of,
+)
 from serve.middleware.api_keys import create_key
 from serve.policies.store import Pointer, PolicyStore
 from serve.runtime import Server
@@ -201,6 +211,57 @@ def test_all_prepare_one_tries_and_the_others_follow_one_at_a_time(fleet: Fleet)
     assert sorted({tuple(versions) for versions in order}) == [(1, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)]
     assert seen[-1] == ("settled", [2, 2, 2])
     assert [(entry["from"], entry["to"], entry["outcome"]) for entry in history(fleet)] == [(1, 2, "done")]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_requests_go_by_their_content_from_before_a_canary_serves_until_all_replicas_are_alike(
+    fleet: Fleet, fails: bool
+) -> None:
+    assert fleet.controller is not None
+    routed, switched = [False], list[tuple[bool, list[int]]]()
+
+    def route(by_content: bool) -> None:
+        if by_content != routed[-1]:
+            switched.append((by_content, list(fleet.versions)))
+        routed.append(by_content)
+
+    fleet.controller.route = route
+    if fails:
+        fleet.replicas[2].bad = {2}  # it prepares it, and can't serve it
+    fleet.promote(2)
+    for _ in range(60):
+        ((phase, versions),) = phases(fleet, 1)
+        if phase in ("canary", "undoing"):
+            assert len(set(versions)) == 1 or routed[-1], versions
+    assert switched == [(True, [1, 1, 1]), (False, [1, 1, 1] if fails else [2, 2, 2])]
+
+
+def test_no_canary_serves_while_requests_can_not_be_routed_by_their_content(fleet: Fleet) -> None:
+    assert fleet.controller is not None
+
+    def route(by_content: bool) -> None:
+        if by_content:
+            raise OSError("the front does not take it")
+
+    fleet.controller.route = route
+    fleet.promote(2)
+    with pytest.raises(OSError, match="does not take it"):
+        fleet.run(20)
+    for _ in range(3):
+        fleet.replicas = [replica for replica in fleet.replicas if replica.turn()]
+    state = fleet.record.read()
+    assert state is not None
+    assert state.phase == "preparing"
+    assert fleet.versions == [1, 1, 1]
+    fleet.controller.route = lambda by_content: None
+    assert fleet.until_settled().serving.version == 2
+
+
+def test_an_experiment_with_replicas_of_its_own_is_routed(fleet: Fleet) -> None:
+    state = fleet.record.read()
+    assert state is not None
+    assert not by_content(state)
+    assert by_content(replace(state, split=Split(1, ("replica-0",))))
 
 
 def test_nobody_changes_anything_before_all_have_prepared(fleet: Fleet) -> None:
