@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -369,6 +370,45 @@ async def test_a_server_starts_on_an_adapter(policies: dict[int, Policy], room: 
         await become(swapper, 2)
         assert engine.base == (1 if room else 2)
         require_of(await ask(swapper, "two"), policies[2])
+    finally:
+        await swapper.close()
+        await engine.close()
+
+
+async def test_what_gave_way_to_others_goes_on_without_its_adapter_under_other_weights(
+    policies: dict[int, Policy], tmp_path: Path
+) -> None:
+    config = json.loads((policies[1].path / "config.json").read_text())
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    token = 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head  # float32
+    # Five blocks of 128 tokens, one of which vLLM keeps for itself: two responses can't end beside each other.
+    engine = Engine(ROOM.model_copy(update={"kv_cache_bytes": 640 * token, "max_model_len": 416}))
+    store = PolicyStore(policies[1].path.parent)
+    if store.serving() is None:
+        store.promote(1, expected=None, who="test", why="test")
+    swapper = Swapper(store, engine, SwapConfig(poll_seconds=3600), tmp_path / "swaps")
+    await swapper.start()
+    try:
+        await become(swapper, 2)
+        prepared = await swapper.prepare(5)
+        running = [asyncio.create_task(ask(swapper, f"long {i}", tokens=400)) for i in range(3)]
+        await ask(swapper, "behind them", tokens=2)
+        done = await swapper.commit(prepared, 0)
+        assert done.ok, done.error
+        went_on = 0
+        for task in running:
+            response = await task
+            expected = {v: reference_logprobs(whole(policies[v]).path, PROMPT, response.token_ids) for v in (2, 5)}
+            starts, versions = zip(*response.policy_spans, strict=True)
+            assert set(versions) <= {2, 5}, versions
+            went_on += versions == (2, 5)
+            for start, end, version in zip(starts, (*starts[1:], None), versions, strict=True):
+                # What gave way computes all that it has anew, by the weights that are there when it goes on.
+                assert list(response.logprobs[start:end]) == pytest.approx(expected[version][start:end], abs=CLOSE)
+        assert went_on
+        for version in (1, 2, 3, 4):
+            await become(swapper, version)
+            require_of(await ask(swapper, f"then {version}"), policies[version])
     finally:
         await swapper.close()
         await engine.close()
