@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 SSO: Final = "MILLRACE_SSO"
 """The environment's variable with ``serve.sso`` for the proxies, which connect before they have the settings."""
-_OWN_PATHS = "/-/"  # Ray Serve's: /-/healthz, /-/routes
+_OWN_PATHS: Final = ("/-/healthz", "/-/routes")  # Ray Serve's
 _PLAIN = b"text/plain"
 _ID = b"x-request-id"
 _RETRY_AFTER_S = 2.0
@@ -70,7 +70,7 @@ class Explained:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith(_OWN_PATHS):
+        if scope["type"] != "http" or scope["path"] in _OWN_PATHS:
             return await self.app(scope, receive, send)
         if has_no_replica():  # Ray Serve would have the request wait until there is one
             return await _answer(_absent("no replica is there at the moment; ask again"), scope, receive, send)

@@ -414,7 +414,9 @@ class Swapper:
         except StoreUnreachable:
             raise
         except Exception as failure:  # noqa: BLE001 - whatever it was, what serves goes on and the cause is recorded
+            self.engine.reject(version)
             return f"policy {version} was refused: {_describe(failure)}"
+        self.engine.admit(version)
         log.info("policy %d answers beside policy %d; probe: %s", version, self.engine.version, proof)
         return None
 

@@ -58,6 +58,7 @@ _STREAM: Final = {"millrace_whole": "stream"}
 _ABORT_TIMEOUT_S: Final = 10.0
 _GIVE_UP_POLL_S: Final = 0.1
 _ALIVE_CHECK_S: Final = 0.25  # between two checks that the engine's process is alive, while a call waits for it
+_UNUSED_POLL_S: Final = 0.05
 _CALL_TIMEOUT_S: Final = 60.0  # a call is served between two steps, and a step may be a long prefill
 
 
@@ -131,6 +132,8 @@ class Engine:
         """Of the load of these weights, "version.number": no two loads of an engine have the same."""
         self.loaded: dict[int, Answering] = {}
         """By version, what requests can be answered with: the weights, and adapters beside them."""
+        self.trial: dict[int, Answering] = {}
+        """Tenants' own policies that are loaded, and answer nothing before ``admit``."""
         self.kept: frozenset[int] = frozenset()
         """Versions whose adapters stay, beside that of the policy that serves."""
         self.requests: set[str] = set()
@@ -459,7 +462,7 @@ class Engine:
         """
         version = weights.policy.version
         async with self._within(timeout_s), self._placing:
-            if version in self.loaded:
+            if version in self.loaded or version in self.trial:
                 return
             await self._free_place()
             self._adapters += 1
@@ -470,11 +473,25 @@ class Engine:
                 self._in_background(self.llm.collective_rpc("millrace_remove_adapter", args=(number,)))
                 raise
         salt = self._next_label(version)
-        self.loaded[version] = Answering(version, self.base, self.label, salt, number, folder)
+        held = self.trial if version in self._own else self.loaded
+        held[version] = Answering(version, self.base, self.label, salt, number, folder)
+
+    def admit(self, version: int) -> None:
+        """Have a tenant's policy, which has proved itself, answer."""
+        if version in self.trial:
+            self.loaded[version] = self.trial.pop(version)
+
+    def reject(self, version: int) -> None:
+        """Forget a tenant's policy that has not proved itself: nothing was answered with it."""
+        if (each := self.trial.pop(version, None)) is not None:
+            self._in_background(self.llm.collective_rpc("millrace_remove_adapter", args=(each.adapter,)))
 
     async def _free_place(self) -> None:
         assert self.config.adapters is not None
-        while sum(each.adapter is not None for each in self.loaded.values()) >= self.config.adapters.count:
+        while (
+            len(self.trial) + sum(each.adapter is not None for each in self.loaded.values())
+            >= self.config.adapters.count
+        ):
             used = set(await self.llm.engine_core.call_utility_async("millrace_adapters"))
             idle = [
                 each
@@ -495,26 +512,43 @@ class Engine:
 
     def serve(self, version: int) -> None:
         """Answer what comes from now on with this policy, which is loaded. What is at work ends with what it has."""
+        self.admit(version)
         self.version = version
         self.on_load()
 
     async def end_adapters(self, timeout_s: float) -> None:
         """Before other weights come: let requests with adapters end, while new ones wait for those weights.
 
-        Tenants' own policies are loaded no more: none of their requests is to wait for other weights. ``commit`` or
-        ``resume`` lets the engine go on. Raises EngineError if they take longer; it goes on then, with all adapters.
+        Tenants' own policies are loaded no more, and their requests end first: none is to wait for other weights.
+        ``commit`` or ``resume`` lets the engine go on. Raises EngineError if they take longer; it goes on then, with
+        all adapters.
         """
         if not any(each.adapter is not None for each in self.loaded.values()):
             return
         before = self.loaded
-        self.loaded = {v: each for v, each in before.items() if v not in self._own or v == self.version}
+        own = {v: each for v, each in before.items() if v in self._own and v != self.version}
+        self.loaded = {v: each for v, each in before.items() if v not in own}
         self.on_load()
         try:
+            await self._until_unused({each.adapter for each in own.values()}, timeout_s)
             await self._end_adapters(timeout_s)
         except BaseException:
             self.loaded = before
             self.on_load()
             raise
+
+    async def _until_unused(self, adapters: set[int | None], timeout_s: float) -> None:
+        """Wait until no request, waiting ones too, is answered with these. Raises EngineError."""
+        try:
+            async with self._within(timeout_s):
+                used = adapters
+                while used:
+                    await asyncio.sleep(_UNUSED_POLL_S)  # at first for those that are on their way
+                    used = adapters & set(await self.llm.engine_core.call_utility_async("millrace_adapters"))
+        except TimeoutError:
+            raise EngineError(
+                "requests of tenants with a policy of their own did not end within serve.swap.drain_timeout_s"
+            ) from None
 
     async def _end_adapters(self, timeout_s: float) -> None:
         core = self.llm.engine_core
@@ -651,7 +685,8 @@ class Engine:
         )
         self._probes += 1
         prompt = tokens_input(prompt_token_ids, cache_salt=f"own {self._probes}")
-        lora_request = self.answering(version).lora_request
+        on_trial = self.trial.get(self.version if version is None else version)
+        lora_request = (on_trial or self.answering(version)).lora_request
         async with self._within(timeout_s):
             async for output in self.llm.generate(prompt, params, f"own {self._probes}", lora_request=lora_request):
                 logprobs = output.outputs[0].logprobs
@@ -685,7 +720,7 @@ class Engine:
         """The engine holds this policy's weights, and no adapter of those before."""
         # Prefixes are cached under the load that made them, so that not even a rollback meets an older load's.
         self.base, self.label = version, label
-        self.loaded = {version: Answering(version, version, label, label)}
+        self.loaded, self.trial = {version: Answering(version, version, label, label)}, {}
         self.serve(version)
 
     def _in_background(self, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -111,6 +111,7 @@ frontend clients from frontends
   bind fd@{self.descriptor} proto h1
   http-request set-header {CLIENT} "{self.secret} %[src] %[src_port]"
   http-request del-header {HEADER}
+  http-request deny deny_status 400 if {{ path -m found }} !{{ path,url_dec -m found }}
   http-request deny deny_status 404 if {{ path,url_dec -m beg /-/ }}
   default_backend passed_on
 

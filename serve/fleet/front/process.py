@@ -24,7 +24,7 @@ from feedback.processes.signals import stop_signals_blocked
 from serve.config import ServeConfig
 from serve.fleet.front.configuration import ADMIN, ROUTED, Configuration
 from serve.local_ray.cluster import FOLDER, LOOPBACK
-from serve.middleware.connections import bind, connections_at_most
+from serve.middleware.connections import connections_at_most
 
 log = logging.getLogger(__name__)
 
@@ -68,18 +68,21 @@ def started(config: ServeConfig, listener: socket.socket, *, by_content: bool) -
     """
     folder = Path(os.environ[FOLDER], "front")
     folder.mkdir(0o700)
+    front: Front | None = None
     try:
-        front = Front(config, listener, folder, by_content=by_content)
-    except OSError as error:
-        log.warning("no HAProxy takes the fleet's requests, which pass Ray Serve's proxy, and more slowly: %s", error)
-        shutil.rmtree(folder)
-        listener.close()
-        yield None
-        return
-    try:
+        try:
+            with stop_signals_blocked():  # what handles them runs when there is something to close
+                front = Front(config, listener, folder, by_content=by_content)
+        except OSError as error:
+            log.warning(
+                "no HAProxy takes the fleet's requests, which pass Ray Serve's proxy, and more slowly: %s", error
+            )
+            shutil.rmtree(folder)
+            listener.close()
         yield front
     finally:
-        front.close()
+        if front is not None:
+            front.close()
 
 
 class Front:
@@ -87,12 +90,17 @@ class Front:
 
     def __init__(self, config: ServeConfig, listener: socket.socket, folder: Path, *, by_content: bool) -> None:
         """Start it. Raises OSError if there is none, or if it can't be started; nothing is left of it then."""
+        self._binary = _binary()
         secret = secrets.token_hex(16)
         (folder / _SECRET).touch(0o600)
         (folder / _SECRET).write_text(secret)
-        with bind(LOOPBACK, 0) as free:
-            self.proxy_port: int = free.getsockname()[1]
-            """Where Ray Serve's proxy is to listen, on loopback."""
+        # Bound, and never listening: what Ray Serve starts may join it, and no other user. Without SO_REUSEADDR, by
+        # which others could bind what does not listen.
+        self._kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        self._kept.bind((LOOPBACK, 0))
+        self.proxy_port: int = self._kept.getsockname()[1]
+        """Where Ray Serve's proxy is to listen, on loopback."""
         self._configuration = Configuration(
             folder,
             descriptor=listener.fileno(),
@@ -104,11 +112,14 @@ class Front:
             threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 4)),
         )
         self._listener = listener
-        self._binary = _binary()
         self._by_content = by_content
         self._lock = threading.Lock()  # between those that switch it and the thread that starts it anew
         self._ending = threading.Event()
-        self._process = self._start()
+        try:
+            self._process = self._start()
+        except OSError:
+            self._kept.close()
+            raise
         self._taken: bool | None = by_content
         self._watcher = threading.Thread(target=self._watch, name="front", daemon=True)
         self._watcher.start()
@@ -136,6 +147,7 @@ class Front:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             log.warning("some connections are still at work after %.0f s: they are cut off", timeout_s)
+            self._process.kill()
 
     def close(self) -> None:
         """End it, whatever it does."""
@@ -144,6 +156,7 @@ class Front:
             self._listener.close()
             self._process.kill()
         self._watcher.join()
+        self._kept.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
         """A process that serves. Raises OSError."""

@@ -185,6 +185,9 @@ async def test_what_no_replica_can_answer_is_answered_in_the_form_of_its_path(
                 answer = await client.get(inside, headers={"X-Request-Id": "not one"})
                 assert (answer.status_code, answer.json()["status"]) == (404, 404)
                 assert well_formed_id(answer.headers.get("x-request-id", "none").encode())
+            for broken in (b"/-/x%zz", b"/%2d/x%"):
+                url_of = httpx.URL(url).copy_with(raw_path=broken)
+                assert (await client.get(url_of)).status_code == 400
         for sent in (b"NOTHING\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * (HEAD_BYTES + 2000)):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
             writer.write(sent)
@@ -349,7 +352,7 @@ async def test_requests_go_through_the_proxy_from_the_moment_that_they_are_to(
     config: ServeConfig, folder: Path
 ) -> None:
     with front_of(config) as (front, url):
-        proxy = await asyncio.start_server(_say_proxy, "127.0.0.1", front.proxy_port)
+        proxy = await asyncio.start_server(_say_proxy, "127.0.0.1", front.proxy_port, reuse_port=True)
         async with proxy, listening(Application("direct"), config, 0):
             await until_answered(url, by="direct")
             async with httpx.AsyncClient(base_url=url, timeout=30) as client:
@@ -404,6 +407,52 @@ async def test_its_end_answers_what_is_at_work_takes_no_more_and_leaves_nothing(
                 assert (await waiting).status_code == 200
                 await asyncio.wait_for(draining, 30)
     assert not child.is_running()
+
+
+async def test_its_end_cuts_off_what_does_not_end(config: ServeConfig, folder: Path) -> None:
+    app = Application()
+    with front_of(config) as (front, url):
+        async with listening(app, config, 0) as listener, httpx.AsyncClient(base_url=url, timeout=60) as client:
+            await until_answered(url)
+            waiting = asyncio.create_task(client.get("/wait"))
+            await until(lambda: app.at_work == 1)
+            await asyncio.to_thread(front.drain, 1)
+            with pytest.raises(httpx.TransportError):
+                await waiting
+            await asyncio.wait_for(listener.close(at_once=True), 20)
+    assert app.left == 1
+
+
+def test_a_signal_while_it_starts_leaves_no_haproxy_behind(
+    config: ServeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = Front._command
+
+    def signalled(front: Front, what: str) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return command(front, what)
+
+    def stop(*_: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(Front, "_command", signalled)
+    before = signal.signal(signal.SIGTERM, stop)
+    bound = bind("127.0.0.1", 0)
+    port = bound.getsockname()[1]
+    try:
+        with pytest.raises(SystemExit), process.started(config, bound, by_content=False):
+            pytest.fail("the signal came before")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not [one for one in psutil.Process().children() if "haproxy" in one.name()]
+    bind("127.0.0.1", port).close()
+
+
+def test_the_port_of_the_proxy_is_nobody_elses(config: ServeConfig, folder: Path) -> None:
+    with front_of(config) as (front, _):
+        with pytest.raises(OSError, match="can't listen"):
+            bind("127.0.0.1", front.proxy_port)
+        bind("127.0.0.1", front.proxy_port, "join").close()
 
 
 async def test_its_end_does_not_wait_for_connections_that_are_idle(config: ServeConfig, folder: Path) -> None:

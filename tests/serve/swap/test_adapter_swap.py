@@ -282,6 +282,47 @@ async def test_tenants_get_their_policies_back_with_the_weights_that_these_are_o
         await asyncio.wait({following})
 
 
+async def test_a_tenants_policy_answers_nothing_before_it_has_proved_itself(
+    swapper: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = swapper.engine
+    monkeypatch.setattr(swapper, "_of_tenants", frozenset({4}))
+    monkeypatch.setattr(engine, "_own", frozenset({4}))
+
+    async def refuse(*_: object) -> str:
+        assert 4 not in engine.loaded
+        raise EngineError("refused by the test")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(swapper, "_prove", refuse)
+        await swapper._load_for_tenants()
+    assert not swapper._tenants_due(), "it is not tried at every turn"
+    with pytest.raises(EngineError, match="policy 4 is not loaded"):
+        await ask(swapper, "refused", version=4)
+    for version in (2, 3, 2):  # it holds no place
+        await become(swapper, version)
+    await swapper._load_for_tenants()
+    require_of(await ask(swapper, "proved", version=4), policies[4])
+
+
+async def test_requests_of_tenants_end_before_other_weights_come(
+    swapper: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = swapper.engine
+    monkeypatch.setattr(swapper, "_of_tenants", frozenset({4}))
+    monkeypatch.setattr(engine, "_own", frozenset({4}))
+    await swapper._load_for_tenants()
+    prepared = await swapper.prepare(5)
+    waiting = [asyncio.create_task(ask(swapper, f"of a tenant {i}", version=4)) for i in range(300)]
+    await asyncio.sleep(0)  # more than the engine takes at once
+    done = await swapper.commit(prepared, 0)
+    assert done.ok, done.error
+    for task in waiting:
+        assert (await task).policy_spans == [(0, 4)]
+    with pytest.raises(EngineError, match="policy 4 is not loaded"):
+        await ask(swapper, "late", version=4)
+
+
 async def test_an_adapter_that_nobody_waits_for_any_more_takes_no_place(
     swapper: Swapper, policies: dict[int, Policy]
 ) -> None:
