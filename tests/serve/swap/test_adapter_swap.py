@@ -329,7 +329,7 @@ async def test_requests_of_tenants_end_before_other_weights_come(
 async def test_an_adapter_that_nobody_waits_for_any_more_takes_no_place(
     swapper: Swapper, policies: dict[int, Policy]
 ) -> None:
-    (engine,) = [each for each in psutil.Process().children(recursive=True) if "EngineCore" in each.name()]
+    (engine,) = map(psutil.Process, swapper.engine.processes)
     weights = (await swapper.prepare(2)).weights
     await become(swapper, 5)
     await become(swapper, 1)
@@ -354,7 +354,7 @@ async def test_an_engine_that_is_late_to_end_adapters_goes_on_with_them(
     await become(swapper, 2)
     prepared = await swapper.prepare(5)
     monkeypatch.setattr(engine_module, "_CALL_TIMEOUT_S", 0.5)
-    (engine,) = [each for each in psutil.Process().children(recursive=True) if "EngineCore" in each.name()]
+    (engine,) = map(psutil.Process, swapper.engine.processes)
     drain = swapper.engine.drain
 
     async def drain_and_stand_still(timeout_s: float) -> bool:
