@@ -139,11 +139,12 @@ class ResponseCollector(_Base):
         """Before other weights come: what waits is answered by them alone, and what comes and names an adapter up to
         ``last``. How many requests are at work with one: if there are some, nothing is done.
         """
+        self._past_before = self._past_adapters
         with_adapters = [request for request in self.requests.values() if request.lora_request is not None]
         at_work = sum(request.num_computed_tokens > 0 for request in with_adapters)
         if at_work:
             return at_work
-        self._past_before, self._past_adapters = self._past_adapters, last
+        self._past_adapters = last
         for request in with_adapters:
             self._take_adapter(request)
         return 0

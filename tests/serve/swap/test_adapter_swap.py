@@ -22,7 +22,7 @@ from serve.swap.swapper import Swapper
 from serve.vllm.engine import Engine, Generated, Generation, Sampling
 from tests.serve.adapter_policies import publish_adapter
 from tests.serve.conftest import reference_logprobs
-from tests.serve.vllm.test_weight_update import PROMPT, SIZE, become, swap
+from tests.serve.vllm.test_weight_update import PROMPT, SIZE, become, swap, swapper_on
 
 CLOSE = 5e-4
 ROOM = EngineConfig.model_validate(
@@ -48,14 +48,8 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Policy]:
 
 @pytest.fixture(scope="module")
 async def started(policies: dict[int, Policy]) -> AsyncIterator[Swapper]:
-    store = PolicyStore(policies[1].path.parent)
-    store.promote(1, expected=None, who="test", why="test")
-    engine = Engine(ROOM)
-    made = Swapper(store, engine, SwapConfig(poll_seconds=3600), store.root.parent / "swaps.jsonl")
-    await made.start()
-    yield made
-    await made.close()
-    await engine.close()
+    async with swapper_on(policies[1].path.parent, ROOM) as made:
+        yield made
 
 
 @pytest.fixture
@@ -65,6 +59,15 @@ async def swapper(started: Swapper) -> AsyncIterator[Swapper]:
     started.config = SwapConfig(poll_seconds=3600)
     started.engine.kept = frozenset()
     await become(started, 1)
+
+
+@pytest.fixture
+def tenant(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Swapper:
+    """The swapper, with policy 4 as a tenant's own, which is not loaded yet."""
+    monkeypatch.setattr(swapper, "_of_tenants", frozenset({4}))
+    monkeypatch.setattr(swapper, "_loaded_for", "")
+    monkeypatch.setattr(swapper.engine, "_own", frozenset({4}))
+    return swapper
 
 
 async def ask(swapper: Swapper, name: str, version: int | None = None, tokens: int = 24) -> Generated:
@@ -239,12 +242,9 @@ async def test_what_waits_while_other_weights_are_tried_in_vain_goes_on_without_
 
 
 async def test_tenants_get_their_policies_back_with_the_weights_that_these_are_of(
-    swapper: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
+    tenant: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = swapper.engine
-    monkeypatch.setattr(swapper, "_of_tenants", frozenset({4}))
-    monkeypatch.setattr(swapper, "_loaded_for", "")
-    monkeypatch.setattr(engine, "_own", frozenset({4}))
+    swapper, engine = tenant, tenant.engine
     monkeypatch.setattr(swapper, "config", SwapConfig(poll_seconds=0.05))
     following = asyncio.create_task(swapper._follow())
     store = swapper.store
@@ -283,11 +283,9 @@ async def test_tenants_get_their_policies_back_with_the_weights_that_these_are_o
 
 
 async def test_a_tenants_policy_answers_nothing_before_it_has_proved_itself(
-    swapper: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
+    tenant: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = swapper.engine
-    monkeypatch.setattr(swapper, "_of_tenants", frozenset({4}))
-    monkeypatch.setattr(engine, "_own", frozenset({4}))
+    swapper, engine = tenant, tenant.engine
 
     for version in (5, 1):  # whatever was loaded before
         await become(swapper, version)
@@ -308,12 +306,8 @@ async def test_a_tenants_policy_answers_nothing_before_it_has_proved_itself(
     require_of(await ask(swapper, "proved", version=4), policies[4])
 
 
-async def test_requests_of_tenants_end_before_other_weights_come(
-    swapper: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = swapper.engine
-    monkeypatch.setattr(swapper, "_of_tenants", frozenset({4}))
-    monkeypatch.setattr(engine, "_own", frozenset({4}))
+async def test_requests_of_tenants_end_before_other_weights_come(tenant: Swapper, policies: dict[int, Policy]) -> None:
+    swapper = tenant
     await swapper._load_for_tenants()
     prepared = await swapper.prepare(5)
     waiting = [asyncio.create_task(ask(swapper, f"of a tenant {i}", version=4)) for i in range(300)]
@@ -420,19 +414,14 @@ async def test_a_server_starts_on_an_adapter(policies: dict[int, Policy], room: 
 
 
 async def test_what_gave_way_to_others_goes_on_without_its_adapter_under_other_weights(
-    policies: dict[int, Policy], tmp_path: Path
+    policies: dict[int, Policy],
 ) -> None:
     config = json.loads((policies[1].path / "config.json").read_text())
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     token = 2 * 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head  # float32
     # Five blocks of 128 tokens, one of which vLLM keeps for itself: two responses can't end beside each other.
-    engine = Engine(ROOM.model_copy(update={"kv_cache_bytes": 640 * token, "max_model_len": 416}))
-    store = PolicyStore(policies[1].path.parent)
-    if store.serving() is None:
-        store.promote(1, expected=None, who="test", why="test")
-    swapper = Swapper(store, engine, SwapConfig(poll_seconds=3600), tmp_path / "swaps")
-    await swapper.start()
-    try:
+    room = ROOM.model_copy(update={"kv_cache_bytes": 640 * token, "max_model_len": 416})
+    async with swapper_on(policies[1].path.parent, room) as swapper:
         await become(swapper, 2)
         prepared = await swapper.prepare(5)
         running = [asyncio.create_task(ask(swapper, f"long {i}", tokens=400)) for i in range(3)]
@@ -453,6 +442,3 @@ async def test_what_gave_way_to_others_goes_on_without_its_adapter_under_other_w
         for version in (1, 2, 3, 4):
             await become(swapper, version)
             require_of(await ask(swapper, f"then {version}"), policies[version])
-    finally:
-        await swapper.close()
-        await engine.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,16 +46,27 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> list[Policy]:
     ]
 
 
+@asynccontextmanager
+async def swapper_on(folder: Path, config: EngineConfig) -> AsyncIterator[Swapper]:
+    """One with an engine of its own, on policy 1 of the store in a folder. It follows no pointer by itself."""
+    store = PolicyStore(folder)
+    if store.serving() is None:
+        store.promote(1, expected=None, who="test", why="test")
+    engine = Engine(config)
+    made = Swapper(store, engine, SwapConfig(poll_seconds=3600), store.root.parent / "swaps.jsonl")
+    try:
+        await made.start()
+        yield made
+        await made.close()
+    finally:
+        await engine.close()
+
+
 @pytest.fixture(scope="module")
 async def started(policies: list[Policy]) -> AsyncIterator[Swapper]:
-    store = PolicyStore(policies[0].path.parent)
-    store.promote(1, expected=None, who="test", why="test")
-    engine = Engine(EngineConfig(kv_cache_bytes=64 << 20, threads=1, max_model_len=512))
-    made = Swapper(store, engine, SwapConfig(poll_seconds=3600), store.root.parent / "swaps.jsonl")
-    await made.start()
-    yield made
-    await made.close()
-    await engine.close()
+    config = EngineConfig(kv_cache_bytes=64 << 20, threads=1, max_model_len=512)
+    async with swapper_on(policies[0].path.parent, config) as made:
+        yield made
 
 
 @pytest.fixture
