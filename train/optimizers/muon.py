@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float],
         device: torch.device,
     ) -> None:
-        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas) if others else None
+        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True) if others else None
         rest = [] if self._adamw is None else self._adamw.param_groups
         super().__init__([*({**group, "momentum": momentum} for group in matrices), *rest], {"lr": lr})
         self._device = device
