@@ -212,6 +212,7 @@ def our_job(case: Case, home: Path, dtype: str, *, compiled: bool) -> Job:
         "data.min_prompts": case.completions // GROUP,
     }
     flags = [text for name, value in settings.items() for text in (f"--train.{name}", str(value))]
+    flags += ["--evaluation.holdout", "0"]  # every prompt is learned from, as TRL does
     return Job(run, [MILLRACE, "train", "--run", run, "--home", str(home), *flags], home)
 
 
