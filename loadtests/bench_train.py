@@ -212,7 +212,8 @@ def our_job(case: Case, home: Path, dtype: str, *, compiled: bool) -> Job:
         "data.min_prompts": case.completions // GROUP,
     }
     flags = [text for name, value in settings.items() for text in (f"--train.{name}", str(value))]
-    flags += ["--evaluation.holdout", "0"]  # every prompt is learned from, as TRL does
+    every = {"evaluation.holdout": "0", "evaluation.scorer": "turns:reward"}  # is learned from, as TRL does
+    flags += [text for name, value in every.items() for text in (f"--{name}", value)]
     return Job(run, [MILLRACE, "train", "--run", run, "--home", str(home), *flags], home)
 
 
