@@ -1,48 +1,157 @@
-"""This machine's processors as a machine to plan for: their rates are measured, in a second."""
+"""This machine's processors as a machine to plan for: their rates are measured, in some seconds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
 
 import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaModel
 
 from serve.kv_cache import machine_memory
+from train.model.fused_log_probs import log_probs_and_entropy
 from train.planner.machine import Machine
+from train.planner.model_shape import LiveBytes
+
+_ROWS: Final = 512
+_ENTRIES: Final = 2048  # of the small models' vocabulary
+_LENGTH: Final = 32
+_UNITS: Final = 8
 
 
 def measure_cpu(ranks: int, *, dtype: str = "bfloat16", threads: int = 1, width: int = 512) -> Machine:
-    """So many ranks on this machine, each with a part of its memory; as fast as matrix products of training's size are.
+    """So many ranks on this machine, each with a part of its memory; as fast as this process is.
+
+    In a process group every rank must call it at once, and what collectives take is measured among them. Elsewhere it
+    is that of a group of one rank, and the link's rate is an eighth of the memory's (gloo over the loopback device
+    copies each byte several times).
 
     Args:
-        width: of the square weight in the products that are timed, of 1024 tokens each.
+        width: of the model's hidden states: matrix products of 512 rows and this width, as training has them, are
+            timed, and operations on tensors of their size.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        x = torch.randn(1024, width).to(getattr(torch, dtype))
-        weight = torch.randn(width, width).to(x.dtype)
-        flops = 2 * 1024 * width * width / _fastest(lambda: x @ weight)
-        source, target = torch.ones(2**23), torch.empty(2**23)
-        bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
+        with _group():
+            return _measured(ranks, getattr(torch, dtype), width)
     finally:
         torch.set_num_threads(before)
+
+
+def _measured(ranks: int, dtype: torch.dtype, width: int) -> Machine:
+    flops, flops_32 = (_product_flops(kind, width) for kind in (dtype, torch.float32))
+    source, target = torch.ones(2**23), torch.empty(2**23)
+    bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
+    operation_s, touched = _beside_products(dtype, width, flops)
+    link = _link() if distributed.get_world_size() > 1 else bandwidth / 8
     return Machine(
         name="this CPU",
         devices=ranks,
         memory=machine_memory() // ranks,
         flops=flops,
         bandwidth=bandwidth,
-        link=bandwidth / 8,  # gloo over the loopback device copies each byte several times
-        network=bandwidth / 8,
+        link=link,
+        network=link,
         host=bandwidth,
         node_devices=ranks,
         fragmentation=0.05,
-        flops_share=0.6,
-        bandwidth_share=0.7,
-        float32_share=1.0,  # measured in the compute type
+        flops_share=1.0,  # these rates are reached, and no peaks
+        bandwidth_share=1.0,
+        link_share=1.0,
+        float32_share=flops_32 / flops,
         kind="cpu",
+        operation_s=operation_s,
+        touched=touched,
+        unit_s=_unit_s(),
     )
+
+
+@contextmanager
+def _group() -> Iterator[None]:
+    """This process's group, or one of its own for a while."""
+    if distributed.is_initialized():
+        yield
+        return
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def _product_flops(dtype: torch.dtype, width: int) -> float:
+    """Operations a second of a linear layer's three products, of its forward and its backward pass."""
+    x, g = (torch.randn(_ROWS, size).to(dtype) for size in (width, 3 * width))
+    weight = torch.randn(3 * width, width).to(dtype)
+
+    def products() -> None:
+        functional.linear(x, weight)
+        g @ weight
+        g.t() @ x
+
+    return 3 * 2 * _ROWS * 3 * width * width / _fastest(products)
+
+
+def _beside_products(dtype: torch.dtype, width: int, flops: float) -> tuple[float, float]:
+    """(seconds of an operation, whatever its size; bytes a second that operations element by element read and write):
+    of what a small model's forward and backward passes take, that of one on next to nothing, and the rest of one of
+    this width without its products."""
+    least, count, _, _ = _passes(torch.float32, width=16, rows=4)
+    operation_s = least / count
+    seconds, count, moved, products = _passes(dtype, width=width, rows=_ROWS)
+    rest = seconds - count * operation_s - products / flops
+    return operation_s, moved / max(rest, 0.1 * seconds)
+
+
+def _passes(dtype: torch.dtype, *, width: int, rows: int) -> tuple[float, float, float, float]:
+    """A Llama of two layers, and of a head as training has it → (seconds of a forward and a backward pass, operations,
+    bytes that they read and write but for products, operations of the products)."""
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2, "vocab_size": _ENTRIES}
+    heads = max(1, width // 64)
+    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads)
+    model = LlamaModel(config).to(dtype)
+    head = torch.randn(_ENTRIES, width).to(dtype).requires_grad_()
+    x = torch.randn(-(-rows // _LENGTH), min(rows, _LENGTH), width).to(dtype)  # short ones: attention takes next to nothing
+    targets, temperatures = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+
+    def run() -> None:
+        hidden = model(inputs_embeds=x, use_cache=False).last_hidden_state.flatten(0, 1)
+        torch.stack(log_probs_and_entropy(hidden, head, None, targets, temperatures)).sum().backward()
+        model.zero_grad()
+        head.grad = None
+
+    with LiveBytes() as counted:
+        run()
+    found = counted.operations
+    inside = sum(parameter.numel() for parameter in model.layers.parameters())
+    return _fastest(run), found.count, found.moved, 6.0 * rows * (inside + 4 / 3 * head.numel())
+
+
+def _unit_s() -> float:
+    """Seconds that FSDP adds to a unit's pass, whatever its size: to gather it, or to reduce its gradients."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    plain, sharded = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(_UNITS))) for _ in range(2))
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    x = torch.randn(2, 8)
+    without, with_it = (_fastest(lambda of=of: of(x).sum().backward()) for of in (plain, sharded))
+    return (with_it - without) / (3 * _UNITS)
+
+
+def _link() -> float:
+    """Bytes a second that a rank receives in an all-gather among the ranks of the process group."""
+    ranks = distributed.get_world_size()
+    part = torch.ones(2**22)
+    whole = torch.empty(ranks * len(part))
+    return part.nbytes * (ranks - 1) / _fastest(lambda: distributed.all_gather_into_tensor(whole, part))
 
 
 def _fastest(call: Callable[[], object]) -> float:

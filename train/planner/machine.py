@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -28,6 +29,9 @@ class Machine:
     ``host_memory``: of the host's memory, its share. ``flops_share``, ``bandwidth_share``, ``link_share``: of those
     peaks that is reached. ``float32_share``: of the flops, in float32. ``layer_s``: the least that a decoder layer
     takes to generate a token, as its kernels are started one by one; ``graph_layer_s``: where CUDA graphs start them.
+    Of a CPU, where the shares have none of it: ``operation_s``: what an operation takes, whatever its size; ``touched``:
+    bytes that operations element by element read and write; ``unit_s``: what FSDP takes to gather or reduce a layer,
+    whatever its size.
     """
 
     name: str
@@ -50,6 +54,9 @@ class Machine:
     graph_layer_s: float = 5e-5
     kind: str = "cuda"
     swap: int = 0
+    operation_s: float = 0.0
+    touched: float = math.inf
+    unit_s: float = 0.0
 
     @property
     def usable(self) -> int:

@@ -44,7 +44,7 @@ from train.optimizers.muon import orthogonalisation_flops
 from train.own_model import overrides
 from train.own_model.model_class import maker
 from train.planner.plan import TENSOR_PARALLEL, Models, TracedModel
-from train.planner.sizes import Activations, Batch, ModelShape, Unit
+from train.planner.sizes import Activations, Batch, ModelShape, Operations, PassOperations, Unit
 
 TRACED: Final = "traced"
 """Name, with transformers, of the attention that a trace runs."""
@@ -191,28 +191,46 @@ class Tracer:
             self._known[batch, slices] = self._trace(batch, slices)
         return self._known[batch, slices]
 
-    def _trace(self, batch: Batch, slices: int) -> Activations:
-        config = _slice_of(self.config, slices)
+    def operations(self, batch: Batch, slices: int = 1, /) -> PassOperations:
+        """What a pass over a micro-batch runs on each of ``slices`` ranks that share the layers."""
+        one, two = (run_body(model, batch, self.device) for model in self._cut(slices))
+        head = self._head(_slice_of(self.config, slices), batch)
+        layers = self.config.get_text_config().num_hidden_layers
+        again = (two.forward - one.forward) * layers
+        return PassOperations(
+            forward=one.forward + (two.forward - one.forward) * (layers - 1) + head.forward,
+            backward=one.backward + (two.backward - one.backward) * (layers - 1) + head.backward,
+            again=again,
+        )
+
+    def _cut(self, slices: int) -> list[PreTrainedModel]:
+        """The model with one and with two layers, as each of so many ranks has it."""
         if slices not in self._models:
-            two = cut_model(config, 2, self.dtype, self.lora, self.make)
+            two = cut_model(_slice_of(self.config, slices), 2, self.dtype, self.lora, self.make)
             one = deepcopy(two)
             _keep_layers(one, 1)
             self._models[slices] = [one, two]
+        return self._models[slices]
+
+    def _head(self, config: PretrainedConfig, batch: Batch) -> _Run:
+        if self.make is with_one_output:
+            return _run_scalar_head(config, batch, self.dtype)
+        return _run_head(config, batch, self.dtype, self.device, trained=self.lora is None)
+
+    def _trace(self, batch: Batch, slices: int) -> Activations:
+        config = _slice_of(self.config, slices)
+        one, two = self._cut(slices)
         try:
-            one, two = self._models[slices]
             body, kept_by_two = run_body(one, batch, self.device), kept_by(two, batch, self.device)
         except (AttributeError, TypeError) as error:
-            if type(self._models[slices][0]).__module__.startswith("transformers."):
+            if type(one).__module__.startswith("transformers."):
                 raise
             raise ModelNotPlanned(
                 f"{type(config).__name__}: what a pass keeps is traced by the model's body, which must take "
                 f"inputs_embeds and position_ids as those of transformers do: {error}"
             ) from error
         layer = kept_by_two - body.kept
-        if self.make is with_one_output:
-            head = _run_scalar_head(config, batch, self.dtype)
-        else:
-            head = _run_head(config, batch, self.dtype, self.device, trained=self.lora is None)
+        head = self._head(config, batch)
         return Activations(
             layer=layer,
             outside=body.kept - layer,
@@ -310,23 +328,42 @@ class _Run:
     kept: int
     forward_peak: int
     backward_peak: int
+    forward: Operations
+    backward: Operations
     inference_peak: int = 0
 
 
+_PRODUCTS: Final = {
+    getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "_grouped_mm", "addmv")
+}
+_EMPTY: Final = {getattr(torch.ops.aten, name) for name in ("empty", "new_empty", "empty_like", "empty_strided")}
+
+
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that are made within and are still there: ``live`` and the most, ``peak``."""
+    """Counts the bytes of the storages that are made within and are still there: ``live`` and the most, ``peak``; and
+    all operations, with the bytes that those which are neither views nor matrix products read and write. Memory that is
+    made alone stands for what a kernel writes there and reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self.operations = Operations()
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = {tensor.untyped_storage()._cdata for tensor in tensors}
         result = func(*args, **kwargs or {})
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in given:
-                self._add(leaf.untyped_storage())
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        new = [leaf for leaf in made if leaf.untyped_storage()._cdata not in given]
+        for leaf in new:
+            self._add(leaf.untyped_storage())
+        written = made if func._schema.is_mutable else new
+        passed = 0
+        if written and func.overloadpacket not in _PRODUCTS:
+            read = written if func.overloadpacket in _EMPTY else tensors
+            passed = sum(leaf.nbytes for leaf in (*read, *written))
+        self.operations += Operations(1, passed)
         return result
 
     def _add(self, storage: Any) -> None:
@@ -365,12 +402,12 @@ def run_body(model: PreTrainedModel, batch: Batch, device: str) -> _Run:
     model.train()
     with LiveBytes() as counted:
         hidden = run()
-        kept, forward_peak = counted.live, counted.peak
+        kept, forward_peak, forward = counted.live, counted.peak, counted.operations
         gradient = torch.empty_like(hidden)
         counted.peak = counted.live
         hidden.backward(gradient)
     model.zero_grad()
-    return _Run(kept, forward_peak, counted.peak, inference.peak)
+    return _Run(kept, forward_peak, counted.peak, forward, counted.operations - forward, inference.peak)
 
 
 def kept_by(model: PreTrainedModel, batch: Batch, device: str) -> int:
@@ -420,10 +457,11 @@ def _run_head(config: PretrainedConfig, batch: Batch, dtype: torch.dtype, device
         temperatures = torch.empty(batch.scored)
     with LiveBytes() as counted:
         scores = log_probs_and_entropy(take_rows(hidden, places), weight, None, places, temperatures, tile=tile)
-        kept, forward_peak = counted.live, counted.peak
+        kept, forward_peak, forward = counted.live, counted.peak, counted.operations
         counted.peak = counted.live
         torch.stack(scores).sum().backward()
-    return _Run(kept, forward_peak, counted.peak + rest)
+    whole = text.vocab_size / entries
+    return _Run(kept, forward_peak, counted.peak + rest, forward * whole, (counted.operations - forward) * whole)
 
 
 def _run_scalar_head(config: PretrainedConfig, batch: Batch, dtype: torch.dtype) -> _Run:
@@ -435,10 +473,10 @@ def _run_scalar_head(config: PretrainedConfig, batch: Batch, dtype: torch.dtype)
         picked = take_rows(hidden, torch.zeros(batch.scored, dtype=torch.int64, device="meta"))
         values = torch.mv(picked.float(), weight.float())
         del picked
-        kept, forward_peak = counted.live, counted.peak
+        kept, forward_peak, forward = counted.live, counted.peak, counted.operations
         counted.peak = counted.live
         values.sum().backward()
-    return _Run(kept, forward_peak, counted.peak)
+    return _Run(kept, forward_peak, counted.peak, forward, counted.operations - forward)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from train.config.training import TrainConfig
 from train.planner import memory, step_time
 from train.planner.machine import Machine
 from train.planner.memory import Memory, Sharding
-from train.planner.sizes import GIB, ITEMSIZE, Activations, Batch, ModelShape
+from train.planner.sizes import GIB, ITEMSIZE, Activations, Batch, ModelShape, PassOperations
 from train.planner.step_time import Cost, Generation
 
 MICRO_BATCHES: Final = (65536, 32768, 16384, 8192, 4096, 2048, 1024)
@@ -60,6 +60,9 @@ class Trace(Protocol):
 
     def __call__(self, batch: Batch, slices: int = 1, /) -> Activations: ...
 
+    def operations(self, batch: Batch, slices: int = 1, /) -> PassOperations:
+        """What a pass runs beside its matrix products."""
+
 
 @dataclass(frozen=True)
 class TracedModel:
@@ -67,6 +70,7 @@ class TracedModel:
 
     shape: ModelShape
     trace: Trace
+    slices: int = 1
     _slices: dict[int, TracedModel] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def slice_of(self, slices: int) -> TracedModel:
@@ -74,9 +78,16 @@ class TracedModel:
         if slices == 1:
             return self
         if slices not in self._slices:
-            one = TracedModel(self.shape.slice_of(slices), lambda batch, _=1: self.trace(batch, slices))
-            self._slices[slices] = one
+            self._slices[slices] = TracedModel(self.shape.slice_of(slices), self.trace, slices)
         return self._slices[slices]
+
+    def activations(self, batch: Batch) -> Activations:
+        """What a pass over a micro-batch keeps of it."""
+        return self.trace(batch, self.slices)
+
+    def operations(self, batch: Batch) -> PassOperations:
+        """What a pass over a micro-batch runs beside its matrix products."""
+        return self.trace.operations(batch, self.slices)
 
 
 @dataclass(frozen=True)
@@ -477,20 +488,24 @@ class _Planner:
 
     def _inference(self, role: str, name: str, times: int) -> _Pass:
         model, how = self._model(role), self._how(role)
-        cost = step_time.inference_cost(model.shape, how, self.batch, self.machine)
+        cost = step_time.inference_cost(model.shape, how, self.batch, self.machine, self._operations(model))
         return _Pass(
             name,
             role,
             cost.times(times),
-            lambda: self.held[role] + memory.inference(model.shape, how, model.trace(self.full)),
+            lambda: self.held[role] + memory.inference(model.shape, how, model.activations(self.full)),
         )
 
     def _update(self, role: str, times: int) -> _Pass:
         model, how = self._model(role), self._how(role)
-        cost = step_time.update_cost(model.shape, how, self.batch, self.machine)
+        cost = step_time.update_cost(model.shape, how, self.batch, self.machine, self._operations(model))
         return _Pass(
-            f"{role} update", role, cost.times(times), lambda: memory.update(model.shape, how, model.trace(self.full))
+            f"{role} update", role, cost.times(times), lambda: memory.update(model.shape, how, model.activations(self.full))
         )
+
+    def _operations(self, model: TracedModel) -> PassOperations | None:
+        """What a pass runs beside matrix products, on a machine whose rates know what that takes."""
+        return model.operations(self.batch) if self.machine.operation_s else None
 
     def _phase(self, each: _Pass) -> Phase:
         pool = self.pools[each.role]
@@ -593,7 +608,7 @@ class _Planner:
         """What vLLM computes a step in: a layer's tensors of the tokens of a prefill, as training's without gradient,
         and logits of all sequences in float32, with their copy sorted and their logprobs."""
         shape = self.models.policy.shape
-        rows = self.models.policy.trace(self.batch).inference / self.batch.rows
+        rows = self.models.policy.activations(self.batch).inference / self.batch.rows
         logits = 3 * 4 * shape.vocabulary * min(self.config.rollout.max_num_seqs, self._sequences)
         return int(rows * min(_PREFILLED, self._sequences * self.work.prompt_tokens)) // self.t + logits // self.t
 

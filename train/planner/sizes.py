@@ -181,3 +181,29 @@ class Activations:
     head_kept: int
     head_forward: int
     head_backward: int
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What a pass runs beside matrix products: how many operations in all, and the bytes that these read and write."""
+
+    count: float = 0
+    moved: float = 0
+
+    def __add__(self, other: Operations) -> Operations:
+        return Operations(self.count + other.count, self.moved + other.moved)
+
+    def __sub__(self, other: Operations) -> Operations:
+        return Operations(self.count - other.count, self.moved - other.moved)
+
+    def __mul__(self, times: float) -> Operations:
+        return Operations(self.count * times, self.moved * times)
+
+
+@dataclass(frozen=True)
+class PassOperations:
+    """Of one micro-batch, in the whole model. ``again``: of the forward pass, what checkpointing runs once more."""
+
+    forward: Operations
+    backward: Operations
+    again: Operations

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from train.planner.machine import Machine
 from train.planner.memory import MASTER, Sharding, optimizer_state
-from train.planner.sizes import Batch, ModelShape
+from train.planner.sizes import Batch, ModelShape, Operations, PassOperations
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,20 @@ def forward_flops(shape: ModelShape, batch: Counts) -> float:
     output layer for scored tokens alone, and 4 · width of all heads for each pair of a query and a key."""
     output = shape.vocabulary * shape.hidden
     inside = shape.active - output - (0 if shape.tied else shape.kinds.get("embedding", 0))
-    attention = 4 * shape.heads * shape.head_size * len(shape.layers) * batch.pairs
-    return 2.0 * inside * batch.rows + 2.0 * output * batch.scored + attention
+    return 2.0 * inside * batch.rows + 2.0 * output * batch.scored + attention_flops(shape, batch)
+
+
+def attention_flops(shape: ModelShape, batch: Counts) -> float:
+    """What of a pass is in no layer's weights: the scores, and the sums of values by them."""
+    return 4 * shape.heads * shape.head_size * len(shape.layers) * batch.pairs
+
+
+def products_seconds(shape: ModelShape, how: Sharding, batch: Counts, machine: Machine) -> float:
+    """A forward pass' matrix products; those of attention are in float32 on a CPU."""
+    attention = attention_flops(shape, batch)
+    others = forward_flops(shape, batch) - attention
+    of_attention = machine.matrix_flops(MASTER if machine.kind == "cpu" else how.itemsize)
+    return others / machine.matrix_flops(how.itemsize) + attention / of_attention
 
 
 def update_passes(shape: ModelShape) -> float:
@@ -79,7 +91,14 @@ def passed_bytes(shape: ModelShape, how: Sharding, batch: Batch, *, learns: bool
     return int(2 * (how.slices - 1) / how.slices * total)
 
 
-def update_cost(shape: ModelShape, how: Sharding, batch: Batch, machine: Machine) -> Cost:
+def operations_seconds(operations: Operations, machine: Machine) -> float:
+    """Of what a pass runs beside its matrix products, which are counted by their own."""
+    return operations.count * machine.operation_s + operations.moved / machine.touched
+
+
+def update_cost(
+    shape: ModelShape, how: Sharding, batch: Batch, machine: Machine, beside: PassOperations | None = None
+) -> Cost:
     """An optimizer step of so many micro-batches.
 
     Computing: a backward pass is twice a forward one (once with frozen weights, whose gradients nobody needs), and
@@ -89,16 +108,25 @@ def update_cost(shape: ModelShape, how: Sharding, batch: Batch, machine: Machine
     gradient (read alone) and two moments; another optimizer, what its state has. With parameters in the host's memory
     each gather first copies a rank's slice, and it is the host that does the optimizer's step. Without resharding
     between a layer's passes it is gathered once for both. State that waits in the host's memory comes and goes. For
-    Muon every rank receives all matrices in float32 and the updates of all, and computes its share of these.
+    Muon every rank receives all matrices in float32 and the updates of all, and computes its share of these. On a CPU
+    nothing overlaps, and what it does beside matrix products counts.
+
+    Args:
+        beside: what else a pass runs, on a machine whose rates know what that takes.
     """
     passes = update_passes(shape) + how.checkpointing
     count = how.micro_batches
-    compute = count * passes * forward_flops(shape, batch) / machine.matrix_flops(how.itemsize)
+    compute = count * passes * products_seconds(shape, how, batch, machine)
+    if beside is not None:
+        again = beside.again * how.checkpointing
+        compute += count * operations_seconds(beside.forward + beside.backward + again, machine)
     reductions = count if how.reduce_every_micro_batch else 1
     reduced = MASTER * shape.trained * (how.shards - 1) / how.shards
     gathers = count * (1 + how.resharded)
     moved = int(gathers * gathered_bytes(shape, how) + reductions * reduced)
     wire = moved / machine.slowest_link(how.shards)
+    if machine.kind == "cpu":
+        compute += _sharding_seconds(shape, how, machine, gathers=gathers, reductions=reductions)
     if how.host:
         wire += gathers * MASTER * shape.trained / how.shards / machine.host
     memory_rate = machine.host_memory if how.host else machine.bandwidth * machine.bandwidth_share
@@ -113,16 +141,36 @@ def update_cost(shape: ModelShape, how: Sharding, batch: Batch, machine: Machine
         optimizer += whole / machine.slowest_link(ranks)
         moved += whole
     passed = count * passed_bytes(shape, how, batch, learns=True)
-    return _slower(compute, wire, moved, optimizer).after(passed, machine.slowest_link(how.slices))
-
-
-def inference_cost(shape: ModelShape, how: Sharding, batch: Batch, machine: Machine) -> Cost:
-    """A pass without gradient over so many micro-batches; parameters are gathered for each."""
-    compute = how.micro_batches * forward_flops(shape, batch) / machine.matrix_flops(how.itemsize)
-    moved = how.micro_batches * gathered_bytes(shape, how)
-    passed = how.micro_batches * passed_bytes(shape, how, batch, learns=False)
-    cost = _slower(compute, moved / machine.slowest_link(how.shards), moved)
+    cost = _slower(compute, wire, moved, optimizer, overlaps=machine.kind != "cpu")
     return cost.after(passed, machine.slowest_link(how.slices))
+
+
+def inference_cost(
+    shape: ModelShape, how: Sharding, batch: Batch, machine: Machine, beside: PassOperations | None = None
+) -> Cost:
+    """A pass without gradient over so many micro-batches; parameters are gathered for each. ``beside``: as of
+    ``update_cost``."""
+    count = how.micro_batches
+    compute = count * products_seconds(shape, how, batch, machine)
+    if beside is not None:
+        compute += count * operations_seconds(beside.forward, machine)
+    if machine.kind == "cpu":
+        compute += _sharding_seconds(shape, how, machine, gathers=count, reductions=0)
+    moved = count * gathered_bytes(shape, how)
+    passed = count * passed_bytes(shape, how, batch, learns=False)
+    cost = _slower(compute, moved / machine.slowest_link(how.shards), moved, overlaps=machine.kind != "cpu")
+    return cost.after(passed, machine.slowest_link(how.slices))
+
+
+def _sharding_seconds(shape: ModelShape, how: Sharding, machine: Machine, *, gathers: int, reductions: int) -> float:
+    """What a CPU's processor does for FSDP2 beside sending: of each parameter that is gathered it casts its slice (6
+    bytes) and copies all slices to where they are read (4); of each gradient that is reduced it makes a copy in float32
+    (6), and adds the slice (8); of one that is kept for the next micro-batch it adds all in float32 (10)."""
+    kept = how.micro_batches - reductions if reductions else 0
+    units = len(shape.layers) + 1
+    moved = gathers * (6 / how.shards + 2 * how.itemsize) * shape.parameters
+    moved += (reductions * (6 + 8 / how.shards) + kept * 10) * shape.trained
+    return (gathers + reductions) * units * machine.unit_s + moved / (machine.bandwidth * machine.bandwidth_share)
 
 
 def sync_bytes(shape: ModelShape, ranks: int, tensor_parallel: int, itemsize: int) -> int:
@@ -169,5 +217,6 @@ def generation_cost(
     return Cost(prefill + waves * work.response_tokens * token, moved, names[max(names)])
 
 
-def _slower(compute: float, wire: float, moved: int, optimizer: float = 0.0) -> Cost:
-    return Cost(max(compute, wire) + optimizer, moved, "compute" if compute >= wire else "communication")
+def _slower(compute: float, wire: float, moved: int, optimizer: float = 0.0, *, overlaps: bool = True) -> Cost:
+    together = max(compute, wire) if overlaps else compute + wire
+    return Cost(together + optimizer, moved, "compute" if compute >= wire else "communication")

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -136,11 +136,13 @@ def main() -> None:
     """Measure, print, and exit 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description="What a plan predicts against what training takes.")
     parser.add_argument("--only", default="", help="run the cases whose line has this in it")
+    parser.add_argument("--rates-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--in-rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.in_rank is not None:
-        in_rank(arguments.in_rank)
-        return
+    for file, run_in_rank in ((arguments.rates_of, rates), (arguments.in_rank, in_rank)):
+        if file is not None:
+            run_in_rank(file)
+            return
     found = list(run_cases([case for case in cases_here() if arguments.only in title(*case)]))
     result = {
         "memory_error_max": max(abs(case["memory_error"]) for case in found),
@@ -170,10 +172,12 @@ def run_cases(cases: list[tuple[str, int, dict[str, Any]]]) -> Iterator[dict[str
         for model, ranks, settings in cases:
             spec = {"title": title(model, ranks, settings), "ranks": ranks, "policy": str(Path(folder) / model)}
             file = Path(folder) / "case.json"
-            file.write_text(json.dumps({**spec, "train": {"ranks": ranks, **_UNSAMPLED, **settings}}))
-            case = measured_in_ranks(
-                "deploy.examples.bench.training.plan", ranks, ["--in-rank", str(file)], file.read_text()
-            )
+            spec |= {"train": {"ranks": ranks, **_UNSAMPLED, **settings}}
+            module = "deploy.examples.bench.training.plan"
+            for option, into in (("--rates-of", "machine"), ("--in-rank", "case")):  # rates take memory in a process
+                file.write_text(json.dumps(spec))
+                spec[into] = measured_in_ranks(module, ranks, [option, str(file)], file.read_text())
+            case = spec["case"]
             print(line(case), flush=True)
             yield case
 
@@ -223,6 +227,18 @@ def measured_in_ranks(module: str, ranks: int, options: list[str], what: str) ->
 # ----------------------------------------------------------------------------------------------------- in a rank
 
 
+def rates(file: Path) -> None:
+    """Measure this machine for the case in ``file``; rank 0 prints it."""
+    torch.set_num_threads(1)
+    join_torchruns_ranks()
+    spec = json.loads(file.read_text())
+    config = TrainConfig.model_validate(spec["train"])
+    machine = this_machine(spec["ranks"], config.dtype, read_config(Path(spec["policy"])).hidden_size)
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps(asdict(machine)), flush=True)
+    torch.distributed.destroy_process_group()
+
+
 def in_rank(file: Path) -> None:
     """Predict and measure the case in ``file``; rank 0 prints it."""
     exact_resident_memory()
@@ -230,10 +246,11 @@ def in_rank(file: Path) -> None:
     join_torchruns_ranks()
     spec = json.loads(file.read_text())
     config, policy = TrainConfig.model_validate(spec["train"]), Path(spec["policy"])
+    machine = Machine(**spec["machine"])
     prompts = 4
     workload = Workload(prompts=prompts * config.data_parallel_ranks, **LENGTHS)
     models = models_of(read_config(policy), config, device_type())
-    predicted = plan(config, models, this_machine(spec["ranks"], config.dtype), workload)
+    predicted = plan(config, models, machine, workload)
     vocabulary = 4096
     part = batch_parts(spec["ranks"], **mesh_sizes(config, spec["ranks"]))[torch.distributed.get_rank()]
     warm_up = a_batch(config, 1, vocabulary, seed=part)
@@ -248,6 +265,8 @@ def in_rank(file: Path) -> None:
         "memory_predicted": predicted.peak.bytes,
         "memory": rose,
         "memory_error": round(predicted.peak.bytes / rose - 1, 4),
+        "rates": {name: getattr(machine, name) for name in ("flops", "float32_share", "touched", "operation_s", "unit_s", "bandwidth", "link")},
+        "phases": {phase.name: phase.cost.seconds for phase in predicted.phases},
         "seconds_predicted": round(predicted.seconds, 4),
         "seconds": round(seconds, 4),
         "time_error": round(predicted.seconds / seconds - 1, 4),
@@ -257,10 +276,10 @@ def in_rank(file: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def this_machine(ranks: int, dtype: str) -> Machine:
+def this_machine(ranks: int, dtype: str, width: int) -> Machine:
     """What is planned for: this machine's processors, as measured, or its GPUs, as their data sheet says."""
     if device_type() == "cpu":
-        return measure_cpu(ranks, dtype=dtype)
+        return measure_cpu(ranks, dtype=dtype, width=width)
     properties = torch.cuda.get_device_properties(0)
     preset = next((PRESETS[name] for name in PRESETS if name in properties.name), PRESETS["A100"])
     return replace(preset, name=properties.name, devices=ranks, memory=properties.total_memory)
