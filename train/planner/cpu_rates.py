@@ -46,10 +46,11 @@ def measure_cpu(ranks: int, *, dtype: str = "bfloat16", threads: int = 1, width:
 
 
 def _measured(ranks: int, dtype: torch.dtype, width: int) -> Machine:
-    flops, flops_32 = (_product_flops(kind, width) for kind in (dtype, torch.float32))
+    flops, parameter_s = _products(dtype, width)
+    flops_32 = flops if dtype == torch.float32 else _products(torch.float32, width)[0]
     source, target = torch.ones(2**23), torch.empty(2**23)
     bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
-    operation_s, touched = _beside_products(dtype, width, flops)
+    operation_s, touched = _beside_products(dtype, width, flops, parameter_s)
     link = _link() if distributed.get_world_size() > 1 else bandwidth / 8
     return Machine(
         name="this CPU",
@@ -67,6 +68,7 @@ def _measured(ranks: int, dtype: torch.dtype, width: int) -> Machine:
         link_share=1.0,
         float32_share=flops_32 / flops,
         kind="cpu",
+        parameter_s=parameter_s,
         operation_s=operation_s,
         touched=touched,
         unit_s=_unit_s(),
@@ -86,33 +88,41 @@ def _group() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def _product_flops(dtype: torch.dtype, width: int) -> float:
-    """Operations a second of a linear layer's three products, of its forward and its backward pass."""
-    x, g = (torch.randn(_ROWS, size).to(dtype) for size in (width, 3 * width))
+def _products(dtype: torch.dtype, width: int) -> tuple[float, float]:
+    """(operations a second of a linear layer's three products, of its forward and its backward pass; seconds that each
+    takes for a parameter of its weight, however few rows there are)."""
     weight = torch.randn(3 * width, width).to(dtype)
 
-    def products() -> None:
-        functional.linear(x, weight)
-        g @ weight
-        g.t() @ x
+    def seconds(rows: int) -> float:
+        x, g = (torch.randn(rows, size).to(dtype) for size in (width, 3 * width))
 
-    return 3 * 2 * _ROWS * 3 * width * width / _fastest(products)
+        def products() -> None:
+            functional.linear(x, weight)
+            g @ weight
+            g.t() @ x
+
+        return _fastest(products) / (3 * weight.numel())
+
+    few, many = 128, 2048
+    short, long = seconds(few), seconds(many)
+    each = max((long - short) / (many - few), 0.5 * long / many)
+    return 2 / each, max(0.0, short - few * each)
 
 
-def _beside_products(dtype: torch.dtype, width: int, flops: float) -> tuple[float, float]:
+def _beside_products(dtype: torch.dtype, width: int, flops: float, parameter_s: float) -> tuple[float, float]:
     """(seconds of an operation, whatever its size; bytes a second that operations element by element read and write):
     of what a small model's forward and backward passes take, that of one on next to nothing, and the rest of one of
     this width without its products."""
     least, count, _, _ = _passes(torch.float32, width=16, rows=4)
     operation_s = least / count
-    seconds, count, moved, products = _passes(dtype, width=width, rows=_ROWS)
-    rest = seconds - count * operation_s - products / flops
+    seconds, count, moved, weights = _passes(dtype, width=width, rows=_ROWS)
+    rest = seconds - count * operation_s - weights * (2 * _ROWS / flops + parameter_s)
     return operation_s, moved / max(rest, 0.1 * seconds)
 
 
 def _passes(dtype: torch.dtype, *, width: int, rows: int) -> tuple[float, float, float, float]:
     """A Llama of two layers, and of a head as training has it → (seconds of a forward and a backward pass, operations,
-    bytes that they read and write but for products, operations of the products)."""
+    bytes that they read and write but for products, parameters of the products' weights)."""
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2, "vocab_size": _ENTRIES}
     heads = max(1, width // 64)
     config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads)
@@ -131,7 +141,7 @@ def _passes(dtype: torch.dtype, *, width: int, rows: int) -> tuple[float, float,
         run()
     found = counted.operations
     inside = sum(parameter.numel() for parameter in model.layers.parameters())
-    return _fastest(run), found.count, found.moved, 6.0 * rows * (inside + 4 / 3 * head.numel())
+    return _fastest(run), found.count, found.moved, 3 * inside + 4 * head.numel()  # the head makes its logits again
 
 
 def _unit_s() -> float:

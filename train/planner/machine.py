@@ -29,7 +29,8 @@ class Machine:
     ``host_memory``: of the host's memory, its share. ``flops_share``, ``bandwidth_share``, ``link_share``: of those
     peaks that is reached. ``float32_share``: of the flops, in float32. ``layer_s``: the least that a decoder layer
     takes to generate a token, as its kernels are started one by one; ``graph_layer_s``: where CUDA graphs start them.
-    Of a CPU, where the shares have none of it: ``operation_s``: what an operation takes, whatever its size; ``touched``:
+    Of a CPU, where the shares have none of it: ``parameter_s``: what a matrix product takes for a parameter of its
+    weight, whatever the rows; ``operation_s``: what an operation takes, whatever its size; ``touched``:
     bytes that operations element by element read and write; ``unit_s``: what FSDP takes to gather or reduce a layer,
     whatever its size.
     """
@@ -54,6 +55,7 @@ class Machine:
     graph_layer_s: float = 5e-5
     kind: str = "cuda"
     swap: int = 0
+    parameter_s: float = 0.0
     operation_s: float = 0.0
     touched: float = math.inf
     unit_s: float = 0.0

@@ -185,6 +185,7 @@ class Tracer:
         self.lora = lora
         self._models: dict[int, list[PreTrainedModel]] = {}
         self._known: dict[tuple[Batch, int], Activations] = {}
+        self._operations: dict[tuple[Batch, int], PassOperations] = {}
 
     def __call__(self, batch: Batch, slices: int = 1, /) -> Activations:
         if (batch, slices) not in self._known:
@@ -193,15 +194,17 @@ class Tracer:
 
     def operations(self, batch: Batch, slices: int = 1, /) -> PassOperations:
         """What a pass over a micro-batch runs on each of ``slices`` ranks that share the layers."""
-        one, two = (run_body(model, batch, self.device) for model in self._cut(slices))
-        head = self._head(_slice_of(self.config, slices), batch)
-        layers = self.config.get_text_config().num_hidden_layers
-        again = (two.forward - one.forward) * layers
-        return PassOperations(
-            forward=one.forward + (two.forward - one.forward) * (layers - 1) + head.forward,
-            backward=one.backward + (two.backward - one.backward) * (layers - 1) + head.backward,
-            again=again,
-        )
+        if (batch, slices) not in self._operations:
+            one, two = (run_body(model, batch, self.device) for model in self._cut(slices))
+            head = self._head(_slice_of(self.config, slices), batch)
+            layers = self.config.get_text_config().num_hidden_layers
+            forward, backward = two.forward - one.forward, two.backward - one.backward
+            self._operations[batch, slices] = PassOperations(
+                forward=one.forward + forward * (layers - 1) + head.forward,
+                backward=one.backward + backward * (layers - 1) + head.backward,
+                again=forward * layers,
+            )
+        return self._operations[batch, slices]
 
     def _cut(self, slices: int) -> list[PreTrainedModel]:
         """The model with one and with two layers, as each of so many ranks has it."""

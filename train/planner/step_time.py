@@ -48,9 +48,14 @@ class Counts(Protocol):
 def forward_flops(shape: ModelShape, batch: Counts) -> float:
     """Of one pass over a micro-batch: 2 a parameter and token (Kaplan et al., arXiv 2001.08361, section 2.1), the
     output layer for scored tokens alone, and 4 · width of all heads for each pair of a query and a key."""
-    output = shape.vocabulary * shape.hidden
-    inside = shape.active - output - (0 if shape.tied else shape.kinds.get("embedding", 0))
+    inside, output = weights(shape)
     return 2.0 * inside * batch.rows + 2.0 * output * batch.scored + attention_flops(shape, batch)
+
+
+def weights(shape: ModelShape) -> tuple[float, float]:
+    """Parameters that a token is multiplied by: (in the layers, in the output layer)."""
+    output = shape.vocabulary * shape.hidden
+    return shape.active - output - (0 if shape.tied else shape.kinds.get("embedding", 0)), output
 
 
 def attention_flops(shape: ModelShape, batch: Counts) -> float:
@@ -63,7 +68,8 @@ def products_seconds(shape: ModelShape, how: Sharding, batch: Counts, machine: M
     attention = attention_flops(shape, batch)
     others = forward_flops(shape, batch) - attention
     of_attention = machine.matrix_flops(MASTER if machine.kind == "cpu" else how.itemsize)
-    return others / machine.matrix_flops(how.itemsize) + attention / of_attention
+    whatever_rows = machine.parameter_s * sum(weights(shape))
+    return others / machine.matrix_flops(how.itemsize) + attention / of_attention + whatever_rows
 
 
 def update_passes(shape: ModelShape) -> float:
@@ -101,8 +107,8 @@ def update_cost(
 ) -> Cost:
     """An optimizer step of so many micro-batches.
 
-    Computing: a backward pass is twice a forward one (once with frozen weights, whose gradients nobody needs), and
-    checkpointing adds a forward pass. Moved: parameters are gathered for either pass, and gradients reduced in float32,
+    Computing: a backward pass is twice a forward one (once with frozen weights, whose gradients nobody needs),
+    checkpointing adds a forward pass, and logits are made once more. Moved: parameters are gathered for either pass, and gradients reduced in float32,
     (w - 1)/w of 4 bytes each, once or with every micro-batch; what ranks that share layers pass to each other
     (``passed_bytes``) waits for computing, and computing for it. AdamW reads and writes 28 bytes a parameter: weight,
     gradient (read alone) and two moments; another optimizer, what its state has. With parameters in the host's memory
@@ -117,6 +123,7 @@ def update_cost(
     passes = update_passes(shape) + how.checkpointing
     count = how.micro_batches
     compute = count * passes * products_seconds(shape, how, batch, machine)
+    compute += count * 2 * weights(shape)[1] * batch.scored / machine.matrix_flops(how.itemsize)  # logits, once more
     if beside is not None:
         again = beside.again * how.checkpointing
         compute += count * operations_seconds(beside.forward + beside.backward + again, machine)
@@ -140,6 +147,8 @@ def update_cost(
         optimizer += shape.orthogonalisation / how.shards / machine.matrix_flops(2)
         optimizer += whole / machine.slowest_link(ranks)
         moved += whole
+    if how.slices > 1:  # of as many collectives as passed_bytes counts
+        compute += count * 2 * (len(shape.layers) * (2 + how.checkpointing) + 1) * machine.unit_s
     passed = count * passed_bytes(shape, how, batch, learns=True)
     cost = _slower(compute, wire, moved, optimizer, overlaps=machine.kind != "cpu")
     return cost.after(passed, machine.slowest_link(how.slices))
@@ -157,6 +166,8 @@ def inference_cost(
     if machine.kind == "cpu":
         compute += _sharding_seconds(shape, how, machine, gathers=count, reductions=0)
     moved = count * gathered_bytes(shape, how)
+    if how.slices > 1:
+        compute += count * (2 * len(shape.layers) + 1) * machine.unit_s
     passed = count * passed_bytes(shape, how, batch, learns=False)
     cost = _slower(compute, moved / machine.slowest_link(how.shards), moved, overlaps=machine.kind != "cpu")
     return cost.after(passed, machine.slowest_link(how.slices))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from train.planner.cpu_rates import measure_cpu
 from train.planner.machine import PRESETS, MachineUnknown, parse_gpus, read_machine
 
 
@@ -49,3 +52,14 @@ def test_a_file_that_is_wrong_is_refused_with_the_field(text: str, why: str, tmp
         read_machine(file)
     with pytest.raises(MachineUnknown, match="can't be read"):
         read_machine(tmp_path / "none.yaml")
+
+
+def test_a_cpus_rates_are_measured_and_leave_no_process_group_behind() -> None:
+    threads = torch.get_num_threads()
+    machine = measure_cpu(2, width=64)
+    assert (machine.devices, machine.kind, machine.name) == (2, "cpu", "this CPU")
+    rates = (machine.flops, machine.float32_share, machine.touched, machine.operation_s, machine.bandwidth, machine.link)
+    assert all(0 < rate < math.inf for rate in rates)
+    assert machine.operation_s < 1e-3 and machine.unit_s < 1 and machine.parameter_s >= 0
+    assert not torch.distributed.is_initialized()
+    assert torch.get_num_threads() == threads

@@ -15,7 +15,7 @@ from train.model.attention.calls import Packing
 from train.model.attention.packed import packed, use_packed_attention
 from train.model.scalar_head import with_one_output
 from train.planner.model_shape import LiveBytes, ModelNotPlanned, Tracer, cut_model, read_config, run_body, shape_of
-from train.planner.sizes import Batch
+from train.planner.sizes import Batch, Operations
 
 BATCH = Batch.of(3, 4, 5, 13)
 
@@ -71,13 +71,15 @@ def test_a_layer_keeps_on_a_cpu_what_its_trace_says(model: object) -> None:
         hidden = real.base_model(
             inputs_embeds=inputs, position_ids=torch.arange(start)[None] % 20, use_cache=False, **extra
         ).last_hidden_state
-        kept, forward_peak = counted.live, counted.peak - counted.live
+        kept, forward_peak, ran = counted.live, counted.peak - counted.live, counted.operations
     hidden.backward(torch.ones_like(hidden))
     traced = run_body(cut_model(real.config, 2, torch.bfloat16), BATCH, "cpu")
     # A mixture's experts get as many rows as the router sends them, which a trace can't know.
     tolerance = 0.25 if model is mixture else 0.03
     assert traced.kept == pytest.approx(kept, rel=tolerance)
     assert traced.forward_peak - traced.kept == pytest.approx(forward_peak, rel=0.1, abs=20_000)
+    # What attention's kernels do inside is no operation of a trace's: so much the more of so small a model's.
+    assert ran.moved / 2 < traced.forward.moved < ran.moved
 
 
 def test_what_is_kept_grows_with_the_tokens_and_not_with_their_square() -> None:
@@ -86,6 +88,29 @@ def test_what_is_kept_grows_with_the_tokens_and_not_with_their_square() -> None:
     assert large.layer == pytest.approx(2 * small.layer, rel=0.01)
     longer = trace(Batch.of(1, 1, 80, 120))
     assert longer.layer == pytest.approx(small.layer, rel=0.03)
+
+
+def test_products_and_views_touch_nothing_and_all_else_what_it_reads_and_writes() -> None:
+    x, weight = torch.ones(10, 20), torch.ones(30, 20)
+    with LiveBytes() as counted:
+        y = (x @ weight.t()).view(30, 10)
+        y.exp()
+        y.add_(1)
+    assert counted.operations == Operations(count=5, moved=(2 + 2) * y.nbytes)
+
+
+def test_what_a_pass_runs_grows_with_layers_and_rows() -> None:
+    config = qwen3().config
+    small, large = (Batch.of(n, 1, 20, 30) for n in (4, 8))
+    two, four = (
+        Tracer(type(config)(**config.to_dict() | {"num_hidden_layers": n, "layer_types": None}), dtype="bfloat16", device="cpu")
+        for n in (2, 4)
+    )
+    assert two.operations(large).forward.count == two.operations(small).forward.count
+    assert two.operations(large).forward.moved == pytest.approx(2 * two.operations(small).forward.moved, rel=0.1)
+    again = two.operations(small).again
+    assert four.operations(small).again == again * 2
+    assert four.operations(small).forward.count - two.operations(small).forward.count == again.count
 
 
 def test_what_is_no_model_is_refused_with_its_name(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.train.planner.public_configs import write
 from train.planner.machine import parse_gpus
 from train.planner.memory import Sharding
 from train.planner.model_shape import read_config, shape_of
-from train.planner.sizes import Batch, ModelShape
+from train.planner.sizes import Batch, ModelShape, Operations, PassOperations
 from train.planner.step_time import (
     Generation,
     forward_flops,
@@ -38,11 +38,40 @@ def test_a_forward_pass_is_two_operations_a_parameter_and_the_scores(llama: Mode
 
 def test_an_update_is_three_forward_passes_and_four_with_checkpointing(llama: ModelShape) -> None:
     how = Sharding(1, 2, 2)
-    optimizer = 28 * llama.parameters / 2.04e12
-    plain = update_cost(llama, how, BATCH, A100).seconds - optimizer
+    beside = 28 * llama.parameters / 2.04e12 + 2 * 128256 * 4096 * 8 * 924 / 312e12  # AdamW; logits are made twice
+    plain = update_cost(llama, how, BATCH, A100).seconds - beside
     assert plain == pytest.approx(3 * forward_flops(llama, BATCH) / 312e12)
-    again = update_cost(llama, replace(how, checkpointing=True), BATCH, A100).seconds - optimizer
+    again = update_cost(llama, replace(how, checkpointing=True), BATCH, A100).seconds - beside
     assert again == pytest.approx(plain * 4 / 3)
+
+
+def test_on_a_cpu_nothing_overlaps_and_what_a_pass_runs_beside_products_counts(llama: ModelShape) -> None:
+    cpu = replace(A100, kind="cpu", operation_s=1e-5, touched=1e10, unit_s=1e-3, parameter_s=1e-12, float32_share=0.25)
+    how = Sharding(2, 2, 2, micro_batches=3)
+    beside = PassOperations(Operations(100, 10**9), Operations(200, 3 * 10**9), again=Operations(80, 8 * 10**8))
+    none = PassOperations(Operations(), Operations(), Operations())
+
+    def seconds(how: Sharding, what: PassOperations) -> float:
+        return update_cost(llama, how, BATCH, cpu, what).seconds
+
+    assert seconds(how, beside) - seconds(how, none) == pytest.approx(3 * (300e-5 + 0.4))
+    again = replace(how, checkpointing=True)
+    assert seconds(again, beside) - seconds(again, none) == pytest.approx(3 * (380e-5 + 0.48))
+    gpu = update_cost(llama, how, BATCH, A100)
+    both = gpu.moved / A100.slowest_link(2) + 3 * 3 * forward_flops(llama, BATCH) / 312e12
+    assert gpu.seconds < both < seconds(how, none)
+    # Layers and the root, twice for each micro-batch, and once to reduce their gradients.
+    slower = replace(cpu, unit_s=2e-3)
+    assert update_cost(llama, how, BATCH, slower, none).seconds - seconds(how, none) == pytest.approx(7 * 33e-3)
+
+
+def test_ranks_that_share_layers_start_as_many_collectives_as_there_are_sums(llama: ModelShape) -> None:
+    cpu = replace(A100, kind="cpu", unit_s=1e-3)
+    how = Sharding(1, 2, 2, slices=2, resharded=False)
+    units = 33 * 2  # gathered, and reduced
+    sums = 32 * 4 + 2
+    with_it, without = (update_cost(llama, how, BATCH, replace(cpu, unit_s=s)).seconds for s in (1e-3, 0.0))
+    assert with_it - without == pytest.approx((units + sums) * 1e-3)
 
 
 def test_an_update_gathers_twice_and_reduces_in_float32(llama: ModelShape) -> None:
