@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +17,7 @@ from serve.policies.folder import PolicyError
 from serve.vllm.compat import installed
 from train.own_model.trial import as_trained
 from train.planner.check import Finding, check_server, check_training, planned
+from train.planner.defaults import is_small
 from train.planner.gpus import gpus
 from train.planner.machine import PRESETS, Machine, this_cpu
 
@@ -34,6 +37,27 @@ def require_training(settings: Settings, policy: int | None, say: Callable[[str]
         raise ConfigError(str(error)) from error
     if settings.train.plan != "off":
         _require(training(settings.training(), folder), "train", settings.train.plan, say)
+
+
+def refused_training(settings: Settings) -> list[str]:
+    """Why stages of the recipe that train a policy can't fit, where their train.plan is to refuse that; one text each.
+
+    What can't be told at a glance is worked out in a process of its own, as torch and transformers stay in memory.
+    """
+    if (folder := policy_folder(settings)) is None:
+        return []
+    stages = {stage.label: settings.of_stage(stage) for stage in settings.cycle.stages if stage.stage == "train"}
+    asked = {
+        label: own.resolved().train
+        for label, own in stages.items()
+        if own.train.plan == "refuse" and not _certainly_fits(own.train, folder)
+    }
+    if not asked:
+        return []
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        planning = {label: process.submit(training, config, folder) for label, config in asked.items()}
+        found = {label: planned(plan.result) for label, plan in planning.items()}
+    return [_refusal(finding, label, "train") for label, finding in found.items() if finding.level == "refused"]
 
 
 def require_server(settings: Settings, policy: int | None, say: Callable[[str], None]) -> None:
@@ -116,7 +140,29 @@ def _require(
     if finding.level == "unplanned":
         say(f"whether {section} fits into memory is not planned: {finding.found}")
     elif finding.level != "fits":
-        problem = f"{section} does not fit into memory: {finding.found}; {finding.advice}"
         if finding.level == "refused" and mode == "refuse":
-            raise ConfigError(f"{problem}; or start all the same with {section}.plan=warn")
-        say(f"warning: {problem}")
+            raise ConfigError(_refusal(finding, section, section))
+        say(f"warning: {_problem(finding, section)}")
+
+
+def _refusal(finding: Finding, what: str, section: str) -> str:
+    return f"{_problem(finding, what)}; or start all the same with {section}.plan=warn"
+
+
+def _problem(finding: Finding, what: str) -> str:
+    return f"{what} does not fit into memory: {finding.found}; {finding.advice}"
+
+
+def _certainly_fits(config: TrainConfig, policy: Path) -> bool:
+    """Whether a step takes a small part of what a rank has, by the policy's size alone."""
+    if config.ray_address is not None:
+        return True  # as far as this machine goes
+    if config.algorithm.critic.model is not None:
+        return False  # it may be larger
+    try:
+        machine = this_machine(sum(config.ranks_of(pool) for pool in config.placement.pools))
+    except Exception:  # noqa: BLE001  whatever the driver has: what can't be told at a glance is planned
+        return False
+    cache, longest = config.rollout.kv_cache_bytes or 0, config.longest_response
+    few = cache < machine.memory / 4 and longest < config.micro_batch_tokens
+    return few and is_small(config, policy, machine)

@@ -96,6 +96,8 @@ def _why_off(settings: Settings, *, required: bool, say: Callable[[str, str], No
     try:
         preflight.check(settings)
         trigger(settings.schedule)
+        if refused := memory_check.refused_training(settings):
+            raise ConfigError("\n".join(refused))
     except ConfigError as error:
         if required:
             raise

@@ -3,7 +3,7 @@
 The lake has a hundred million tokens of scored traffic: 400,000 responses of 150 tokens, four to a prompt of 100. A
 process reads what a run on logged responses would (``train.data.traffic_share=1``, all else at its defaults).
 ``driver_peak_mib``: the most memory that it had, of which ``imports_mib`` is what the run's modules take by themselves;
-the bar is a gigabyte. The last line is one JSON object.
+the bar is a gigabyte. The last line is one JSON object; the exit code is 1 if the bar is missed.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def main() -> None:
     bars = {"driver_peak_mib": {"bar": f"at most {BAR_MIB:.0f}", "verdict": verdict}}
     figures = {"tokens": options.tokens, "driver_peak_mib": round(peak, 1), **found, "bars": bars}
     print(json.dumps({name: round(value, 1) if isinstance(value, float) else value for name, value in figures.items()}))
+    if verdict == "missed":
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -128,6 +130,45 @@ def test_a_server_that_can_not_fit_is_refused_before_it_starts(
     assert "and at least 1048576.0 GiB of KV cache" in shown.err
     assert shown.err.endswith("or start all the same with serve.plan=warn\n")
     assert not home_with_policy.path("logs").exists()
+
+
+def test_a_training_that_can_not_fit_is_refused_before_the_server_starts(
+    home_with_policy: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = str(home_with_policy.snapshot())
+    greedy = ["--train.rollout.kv_cache_bytes", str(2**50)]
+    code = cli.run(["up", "--schedule", "--config", snapshot, *greedy])
+    shown = capsys.readouterr()
+    assert (code, shown.out) == (2, "")
+    assert shown.err.startswith("error: train does not fit into memory: actor update needs 1048576.0 GiB on each rank")
+    assert "these settings would fit: train.rollout.kv_cache_bytes=" in shown.err
+    assert shown.err.endswith("or start all the same with train.plan=warn\n")
+    assert not home_with_policy.path("logs").exists()
+
+
+def test_each_stage_that_trains_is_looked_at_as_its_own_settings_say_and_without_torch_in_this_process(
+    home_with_policy: Settings,
+) -> None:
+    greedy = {"rollout": {"kv_cache_bytes": 2**50}}
+    sets: dict[str, dict[str, Any]] = {"small": {}, "greedy": greedy, "warned": greedy | {"plan": "warn"}}
+    stages = [{"stage": "train", "name": name, "set": own} for name, own in sets.items()]
+    recipe = root.load(home_with_policy.snapshot(), [("cycle.recipe", json.dumps(stages))], {})
+    look = (
+        "import sys; from pathlib import Path; from deploy import memory_check; from deploy.config import root;"
+        "print(*memory_check.refused_training(root.load(Path(sys.argv[1]), [], {})), sep='\\n');"
+        "assert 'torch' not in sys.modules"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", look, recipe.snapshot()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=child_environment({"PYTHONPATH": str(ROOT)}),
+    )
+    assert found.returncode == 0, found.stderr
+    [line] = found.stdout.splitlines()
+    assert line.startswith("train-greedy does not fit into memory: actor update needs 1048576.0 GiB on each rank")
+    assert memory_check.refused_training(home_with_policy) == []
 
 
 def test_what_is_no_reason_to_refuse_is_printed_as_the_setting_says(home_with_policy: Settings) -> None:

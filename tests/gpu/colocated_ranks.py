@@ -31,6 +31,7 @@ def main() -> None:
     config = TrainConfig.model_validate(
         {
             "ranks": torch.distributed.get_world_size(),
+            "launcher": "torchrun",
             "dtype": "bfloat16",
             "micro_batch_tokens": 4096,
             "optimizer": {"learning_rate": 1e-3, "warmup_steps": 0},

@@ -24,8 +24,18 @@ CASES: dict[str, dict[str, Any]] = {
     "a soft cap": {"heads": 4, "kv_heads": 2, "width": 64, "softcap": 2.0},
     "sinks": {"heads": 4, "kv_heads": 2, "width": 64, "sinks": True},
     "heads that flash attention has no kernel for": {"heads": 4, "kv_heads": 2, "width": 320},
+    "values narrower than keys": {"heads": 4, "kv_heads": 4, "width": 192, "value_width": 128},
+    "values narrower than keys, of prompts that are not shared": {
+        **{"heads": 4, "kv_heads": 4, "width": 192, "value_width": 128},
+        "spans": [(start, length, 0, 0) for start, length, _, _ in SPANS],
+    },
 }
-TILED = ("a soft cap", "sinks", "heads that flash attention has no kernel for")
+"""The last two are of multi-head latent attention: with a shared prompt it is computed in tiles, else by SDPA."""
+NOT_FLASH = (
+    "a soft cap",
+    "sinks",
+    *(name for name, case in CASES.items() if case["width"] > 256 or "value_width" in case),
+)
 
 
 def require_flash() -> None:
@@ -49,7 +59,8 @@ def test_attention_over_a_packed_batch_is_that_of_each_sequence_alone(
 
     options = dict(CASES[case])
     heads, kv_heads, width = (options.pop(name) for name in ("heads", "kv_heads", "width"))
-    flash = DEVICE == "cuda" and dtype == "bfloat16" and case not in TILED
+    values, spans = options.pop("value_width", width), options.pop("spans", SPANS)
+    flash = DEVICE == "cuda" and dtype == "bfloat16" and case not in NOT_FLASH
     if flash:
         require_flash()
     generator = torch.Generator().manual_seed(1)
@@ -58,7 +69,8 @@ def test_attention_over_a_packed_batch_is_that_of_each_sequence_alone(
         return torch.randn(shape, generator=generator).to(getattr(torch, dtype))
 
     # [1, heads, rows, width] as models call it: a view of [rows, heads, width].
-    whole = [some(1, ROWS, count, width) for count in (heads, kv_heads, kv_heads, heads)]
+    of_keys, of_values = [(heads, width), (kv_heads, width)], [(kv_heads, values), (heads, values)]
+    whole = [some(1, ROWS, *shape) for shape in of_keys + of_values]
     sinks = some(heads).float() if options.pop("sinks", False) else None
     q, k, v, weight = (x.to(device_type(), copy=True) for x in whole)
     for x in (q, k, v):
@@ -66,7 +78,7 @@ def test_attention_over_a_packed_batch_is_that_of_each_sequence_alone(
     calls = []
     original = attention.flash
     monkeypatch.setattr(attention, "flash", lambda *a: calls.append(1) or original(*a))
-    packing = Packing([Span(*span) for span in SPANS], q.device)
+    packing = Packing([Span(*span) for span in spans], q.device)
     moved = None if sinks is None else sinks.to(q.device)
     out, _ = attention.packed_attention(
         torch.nn.Identity(), *(x.transpose(1, 2) for x in (q, k, v)), None, packing=packing, s_aux=moved, **options
@@ -75,7 +87,7 @@ def test_attention_over_a_packed_batch_is_that_of_each_sequence_alone(
     (out * weight).sum().backward()
 
     exact = [x.double().requires_grad_() for x in whole[:3]]
-    expected = by_one_mask(SPANS, *(x[0] for x in exact), sinks=sinks, **options)
+    expected = by_one_mask(spans, *(x[0] for x in exact), sinks=sinks, **options)
     (expected * whole[3][0].double()).sum().backward()
     close = {"atol": 2e-4, "rtol": 1e-4} if dtype == "float32" else {"atol": 0.06, "rtol": 0.03}
     torch.testing.assert_close(out[0].cpu().double(), expected.detach(), **close)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,20 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from loadtests.tiny_model import make_model_folder
 
     return make_model_folder(tmp_path_factory.mktemp("policy"), 1, hidden=256, layers=4, heads=4, tied=False)
+
+
+@contextmanager
+def a_ray() -> Iterator[None]:
+    """A Ray of this machine's, whose processes find what the tests import."""
+    import ray
+
+    cpus = {"num_cpus": 4} if DEVICE == "cpu" else {}
+    environment = {"env_vars": {"PYTHONPATH": str(ROOT)}}
+    ray.init(include_dashboard=False, log_to_driver=False, runtime_env=environment, **cpus)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def in_torchrun(ranks: int, module: str, *arguments: object) -> dict[str, Any]:
@@ -121,6 +136,37 @@ def test_adapters_of_two_ranks_arrive_and_say_what_merged_weights_say(
     assert not any(found.values()), next(filter(None, found.values()))
 
 
+def require_mixture(ranks: int, folder: Path) -> None:
+    """What is trained of a mixture and sent to an engine of all ranks is what an engine loads that is started on it."""
+    import shutil
+
+    from tests.train.weight_sync.test_mixture_sync import make_mixture
+
+    # A GPU's kernels for experts need not have one for the narrow ones of the CPU's test.
+    policy, exported = make_mixture(folder / "policy", width=256 if DEVICE == "cuda" else 32), folder / "exported"
+    sent = in_torchrun(ranks, "tests.train.mixture_ranks", policy, ranks, exported)
+    for file in policy.glob("*token*"):
+        shutil.copy(file, exported / file.name)
+    fresh = in_torchrun(ranks, "tests.train.mixture_ranks", exported, ranks, exported)["loaded"]
+    for way in ("by the plan", "in place", "gathered"):
+        for found, expected in zip(sent[way], fresh, strict=True):
+            assert [token for token, _ in found] == [token for token, _ in expected], way
+            assert [x for _, x in found] == pytest.approx([x for _, x in expected], abs=1e-3), way
+    assert sent["alike"], "each weight in the form of its kernel, however it came"
+    assert sent["others"] != fresh
+    assert sent["loaded"] != fresh
+
+
+@gpu_test("part", "experts are multiplied by a CPU's kernel", packages=VLLM)
+def test_a_mixtures_experts_arrive_in_the_engine_of_the_same_process(tmp_path: Path) -> None:
+    require_mixture(1, tmp_path)
+
+
+@gpu_test("part", "experts are multiplied by a CPU's kernel, and over gloo", devices=2, packages=VLLM)
+def test_a_mixtures_experts_arrive_in_slices_from_two_ranks(tmp_path: Path) -> None:
+    require_mixture(2, tmp_path)
+
+
 # ---------------------------------------------------------------------------------------- as a server's engine
 
 
@@ -150,9 +196,16 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def on_server(
-    store: Any, version: int, act: Callable[[Any], Awaitable[Found]], *, eager: bool, swap: dict[str, Any], **extra: Any
+    store: Any,
+    version: int,
+    act: Callable[[Any], Awaitable[Found]],
+    *,
+    eager: bool,
+    swap: dict[str, Any],
+    adapters: dict[str, int] | None = None,
+    **extra: Any,
 ) -> Found:
-    """What ``act`` makes of a swapper whose engine was started on a version."""
+    """What ``act`` makes of a swapper whose engine was started on a version. ``adapters``: its room for some."""
     from serve.config import EngineConfig, SwapConfig
     from serve.swap.swapper import Swapper
     from serve.vllm.engine import Engine
@@ -161,7 +214,8 @@ def on_server(
         serving = store.serving()
         store.promote(version, expected=serving and serving.version, who="test", why="test")
         options = {"enforce_eager": eager, "kv_cache_bytes": 64 << 20, "max_model_len": 512, "extra": extra}
-        engine = Engine(EngineConfig(**options, **({"threads": 1} if DEVICE == "cpu" else {})))
+        options |= {"adapters": adapters, **({"threads": 1} if DEVICE == "cpu" else {})}
+        engine = Engine(EngineConfig.model_validate(options))
         swapper = Swapper(store, engine, SwapConfig(poll_seconds=3600, **swap), store.root.parent / "swaps.jsonl")
         try:
             await swapper.start()
@@ -173,16 +227,16 @@ def on_server(
     return asyncio.run(run())
 
 
-async def answers(swapper: Any) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens and their logprobs for each prompt, one after the other."""
+async def answers(swapper: Any, version: int | None = None) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens and their logprobs for each prompt, one after the other, of a version; None: of what serves."""
     from serve.vllm.engine import Sampling
 
     found = []
     for number, prompt in enumerate(PROMPTS):
-        name = f"{number} of {swapper.engine.version}"
-        answer = await swapper.engine.generate(name, prompt, Sampling(max_tokens=40, temperature=0.0))
+        name, sampling = f"{number} of {version or swapper.engine.version}", Sampling(max_tokens=40, temperature=0.0)
+        answer = await swapper.engine.generate(name, prompt, sampling, version)
         (response,) = answer.responses
-        assert {version for _, version in response.policy_spans} == {swapper.engine.version}
+        assert {of for _, of in response.policy_spans} == {version or swapper.engine.version}
         found.append((list(response.token_ids), list(response.logprobs)))
     return found
 
@@ -230,19 +284,79 @@ def test_fp8_generation_is_close_to_bfloat16_and_takes_new_weights(store: Any) -
             assert log_probs[0] == pytest.approx(expected[0], abs=0.5)
 
 
+@gpu_test("part", "products are those of `cpu_products.py`, and the engine is eager", packages=VLLM)
+def test_a_server_answers_with_several_adapters_beside_the_weights_that_they_are_of(store: Any, tmp_path: Path) -> None:
+    from tests.serve.adapter_policies import publish_adapter
+
+    eager, base = device_type() == "cpu", store.get(1)
+    adapters = [publish_adapter(store, base, tmp_path / str(seed), seed=seed).version for seed in (5, 6)]
+
+    async def swapped(swapper: Any) -> Any:
+        found = {1: await answers(swapper)}
+        for version in adapters:
+            serving = swapper.store.serving().version
+            done = await swapper.swap_to(swapper.store.promote(version, expected=serving, who="test", why="test"))
+            assert done.ok, done.error
+            assert done.hold_ms == 0.0, "nothing is exchanged"
+            found[version] = await answers(swapper)
+        assert swapper.engine.loaded.keys() == {1, *adapters}
+        for version, expected in found.items():
+            again = await answers(swapper, version)
+            assert [tokens for tokens, _ in again] == [tokens for tokens, _ in expected]
+        return found
+
+    beside = on_server(store, 1, swapped, eager=eager, swap={}, adapters={"count": 2, "rank": 8})
+    assert len({str([tokens for tokens, _ in found]) for found in beside.values()}) == 3
+    for version in adapters:
+        merged = on_server(store, version, answers, eager=eager, swap={})
+        for (_, log_probs), (_, expected) in zip(beside[version], merged, strict=True):
+            # The first token has the same prompt behind it, whatever was chosen after it; in bfloat16 merged weights
+            # are rounded.
+            assert log_probs[0] == pytest.approx(expected[0], abs=0.3 if DEVICE == "cuda" else 1e-3)
+
+
 @gpu_test("no", "Ray deals out no devices there", devices=2, packages=("ray", "vllm"))
 def test_each_rank_of_a_pool_has_a_device_of_its_own() -> None:
-    import ray
-
     from train.config.training import TrainConfig
     from train.workers.role_groups import start_pools
 
     config = TrainConfig.model_validate({"ranks": 2, "start_timeout_s": 200, "step_timeout_s": 100})
-    ray.init(include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
-    try:
-        with start_pools(config) as pools:
-            group = pools["all"].group("any", "train.controller.worker:Worker")
-            devices = group.device(None)
-            assert len({(device.host, device.index) for device in devices}) == 2, devices
-    finally:
-        ray.shutdown()
+    with a_ray(), start_pools(config) as pools:
+        group = pools["all"].group("any", "train.controller.worker:Worker")
+        devices = group.device(None)
+        assert len({(device.host, device.index) for device in devices}) == 2, devices
+
+
+@gpu_test("part", "no device is hidden from a rank, and sums go over gloo", devices=2, packages=("ray", "vllm"))
+def test_an_engine_of_two_ranks_in_rays_pool_generates_what_training_computes(policy: Path) -> None:
+    """Each rank sees its own device alone there: vLLM's custom all-reduce would look for a second one."""
+    from train.batch.packed import PackedBatch, Rollout
+    from train.config.training import TrainConfig
+    from train.workers.role_groups import start_groups
+
+    config = TrainConfig.model_validate(
+        {
+            "ranks": 2,
+            "dtype": "bfloat16",
+            "micro_batch_tokens": 4096,
+            "rollout": {
+                **{"tensor_parallel_size": 2, "max_model_len": 128, "max_tokens": 24, "max_num_seqs": 32},
+                **{"kv_cache_bytes": 2**26, "enforce_eager": DEVICE == "cpu"},
+            },
+            "start_timeout_s": 300,
+            "step_timeout_s": 200,
+        }
+    )
+    with a_ray(), start_groups(config, policy, seed=1, reward=None) as groups:
+        groups.reshard(0)
+        assert groups.rollout is not None
+        found = groups.rollout.generate(PROMPTS, n=2, seed=3)
+        rollouts = [
+            Rollout(prompt, sample.token_ids, sample.log_probs, 0.0, group)
+            for group, (prompt, samples) in enumerate(zip(PROMPTS, found, strict=True))
+            for sample in samples
+        ]
+        batch = PackedBatch.pack(rollouts)
+        difference = (groups.actor.log_probs(batch) - batch.behaviour_log_probs)[batch.response_mask]
+    assert len(rollouts) == 2 * len(PROMPTS)
+    assert float(difference.abs().mean()) < 0.06, "as of require_turns"

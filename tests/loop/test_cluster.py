@@ -170,6 +170,37 @@ def rows(home: Path) -> list[dict[str, Any]]:
         return connection.sql("SELECT replica, status FROM interactions").to_arrow_table().to_pylist()
 
 
+NODES = """
+from ray.util import placement_group_table
+from train.observe.hooks import Hook
+
+class Nodes(Hook):
+    def on_step(self, step, metrics):
+        placed = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+        nodes = sorted({node for group in placed for node in group["bundles_to_node_id"].values()})
+        with (self.run.folder / "nodes").open("a") as file:
+            print(step, *nodes, file=file)
+"""
+
+
+def test_two_nodes_train_to_the_weights_of_one(nodes: tuple[Node, Node], home: Path) -> None:
+    """Ten steps of two ranks: on a node each, and both on one."""
+    (home / "nodes_hook.py").write_text(NODES)
+    weights, used = {}, {}
+    for strategy in ("STRICT_SPREAD", "STRICT_PACK"):
+        settings = {"steps": 10, "hooks": ["nodes_hook:Nodes"], "placement": {"pools": {"all": {"strategy": strategy}}}}
+        others = {"reward": "users_code:reward", "parent": 1, "python_path": [str(home)]}
+        context = JobContext.model_validate(job_context(home, strategy.lower(), **others))
+        result = run_job(TrainConfig.model_validate({**TRAIN, **settings}), context)
+        assert result.steps == 10
+        weights[strategy] = (home / "policies" / f"v{result.candidate or 0:06d}" / "model.safetensors").read_bytes()
+        used[strategy] = [len(line.split()) - 1 for line in (context.folder / "nodes").read_text().splitlines()]
+        assert not read_restarts(context.folder)
+    assert used == {"STRICT_SPREAD": [2] * 10, "STRICT_PACK": [1] * 10}
+    assert weights["STRICT_SPREAD"] == weights["STRICT_PACK"]
+    assert weights["STRICT_PACK"] != (home / "seed" / "model.safetensors").read_bytes()
+
+
 def test_a_training_on_two_nodes_of_which_one_dies_goes_on_by_itself_to_the_same_weights_or_on_fewer_ranks(
     nodes: tuple[Node, Node], home: Path
 ) -> None:

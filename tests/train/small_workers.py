@@ -25,6 +25,10 @@ class Small(Worker):
     def where(self, _: None) -> tuple[int, int]:
         return self.rank, os.getpid()
 
+    @dispatch(to_all_gathered)
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     @dispatch(to_all)
     def who(self, word: str) -> str:
         return f"{word} from {self.rank}"

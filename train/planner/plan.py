@@ -14,6 +14,7 @@ from serve.kv_cache import SERVER_SHARE
 from serve.standby_room import SLACK, WORKSPACE, Needs, decide, never_standby
 from train.config.training import TrainConfig
 from train.planner import memory, step_time
+from train.planner.engine_memory import ADAPTER_COPIES, device_share, engine_bytes
 from train.planner.machine import Machine
 from train.planner.memory import Memory, Sharding
 from train.planner.sizes import GIB, ITEMSIZE, Activations, Batch, ModelShape, PassOperations
@@ -456,7 +457,7 @@ class _Planner:
             phases = [*self._sampling(kv), *phases]
             if self._graphs:
                 phases = [self._beside_graphs(phase) for phase in phases]
-        share = min(1.0, 1.1 * (self._engine_weights + kv) / self.machine.memory)
+        share = device_share(self._engine_weights, kv, self.machine.memory)
         return Plan(self.machine, self.config, tuple(phases), self.count, kv, share, self._offloaded())
 
     def least_seconds(self, generation: float) -> float:
@@ -594,9 +595,11 @@ class _Planner:
         in_fp8 = 0
         if fp8 is not None and fp8.rollout is not None:  # of vLLM's: all linear layers but the output layer
             in_fp8 = sum(shape.kinds.get(kind, 0) for kind in ("attention", "mlp", "experts"))
-        copies = 2 if self.config.generates_beside_adapters else 0  # vLLM's slot, and what was put into it
+        copies = ADAPTER_COPIES if self.config.generates_beside_adapters else 0
         adapters = int(copies * self.itemsize * self._adapters)
-        return (self.itemsize * (shape.parameters - in_fp8) + in_fp8) // self.t + adapters
+        return engine_bytes(
+            shape.parameters, in_fp8, itemsize=self.itemsize, tensor_parallel_size=self.t, adapters=adapters
+        )
 
     @property
     def _adapters(self) -> float:

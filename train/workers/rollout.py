@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoTokenizer
@@ -21,7 +21,7 @@ from feedback.trusted_code import trusted
 from serve.generation.tokenizer import Text
 from serve.policies.folder import fingerprint
 from serve.policies.store import Policy
-from serve.vllm.adapters.slots import adapter_arguments, places_bytes
+from serve.vllm.adapters.slots import adapter_arguments
 from serve.vllm.boot import (
     OFFLINE_WORKER,
     launched_executor,
@@ -44,6 +44,7 @@ from train.environments.episode_loop import Limits
 from train.host_memory.parking_worker import ParkingWorker
 from train.model.hf_io import stored_in
 from train.model.low_precision.float8 import require_fp8
+from train.planner.engine_memory import engine_share
 from train.rollouts.request import Request, requests_of
 from train.rollouts.responses import Responses, Sampling, until_ended
 from train.weight_sync.adapters import NUMBER, begin_adapters, sync_adapters
@@ -102,12 +103,11 @@ class RolloutWorker(Worker):
         adapters = {} if self.adapter is None else room_for_adapter(config, policy)
         on_gpu: dict[str, Any] = {}
         if torch.cuda.is_available():
-            device_bytes = torch.cuda.get_device_properties(0).total_memory
-            beside = (cache.size or 0) + self._adapter_bytes(policy)
+            device = torch.cuda.get_device_properties(0).total_memory
+            visible = torch.cuda.device_count()
             on_gpu = {
-                "gpu_memory_utilization": memory_share(policy, beside, r.tensor_parallel_size, device_bytes),
-                # It numbers the devices of all ranks as if each saw all of them, and each sees its own alone.
-                "disable_custom_all_reduce": True,
+                "gpu_memory_utilization": engine_share(config, policy, kv_cache=cache.size or 0, device=device),
+                "disable_custom_all_reduce": all_reduce_off(config.launcher, r.tensor_parallel_size, visible),
             }
         job = [uuid.uuid4().hex]
         torch.distributed.broadcast_object_list(job, src=0)
@@ -138,14 +138,6 @@ class RolloutWorker(Worker):
         for segment in Path("/dev/shm").glob(f"*{job[0]}*"):
             segment.unlink(missing_ok=True)
         return llm
-
-    def _adapter_bytes(self, policy: Path) -> int:
-        """Memory of the slot for the adapter in training."""
-        lora, itemsize = self.config.lora, getattr(torch, self.config.dtype).itemsize
-        if self.adapter is None or lora is None:
-            return 0
-        modules = None if lora.target_modules == "all-linear" else lora.target_modules
-        return places_bytes(policy, count=1, rank=lora.rank, itemsize=itemsize, modules=modules)
 
     @dispatch(to_all)
     def sleep(self, _: None = None) -> None:
@@ -396,12 +388,11 @@ def turn_sampling(drawn: dict[str, Any], seed: int | None, turn: int) -> dict[st
     return {"temperature": 0.0} if seed is None else drawn | {"seed": seed_of(seed, turn)}
 
 
-def memory_share(policy: Path, beside_bytes: int, tensor_parallel_size: int, device_bytes: int) -> float:
-    """The share of a device's memory that must be free for an engine on it, beside what training holds there.
+def all_reduce_off(launcher: Literal["ray", "torchrun"], tensor_parallel_size: int, visible_devices: int) -> bool:
+    """Whether an engine on GPUs must do without vLLM's custom all-reduce, and sums by NCCL.
 
-    ``beside_bytes``: of the KV cache, and of adapters.
-
-    vLLM refuses to start if less is, and its default is 92 %, however small the KV cache. A tenth is for buffers.
+    vLLM numbers the devices of an engine's ranks from 0 on, and looks for each of them in each rank's own process
+    (``gpu_p2p_access_check``). Ray shows a rank its own device alone, which is number 0 to it; torchrun's ranks see
+    all of the machine's, unless whoever started them hid some.
     """
-    weights = sum(file.stat().st_size for file in policy.glob("*.safetensors"))
-    return min(1.0, 1.1 * (weights / tensor_parallel_size + beside_bytes) / device_bytes)
+    return tensor_parallel_size > 1 and (launcher == "ray" or visible_devices < tensor_parallel_size)

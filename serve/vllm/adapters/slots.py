@@ -77,6 +77,11 @@ def places_bytes(folder: Path, *, count: int, rank: int, itemsize: int, modules:
     return count * next(size for size in RANKS if size >= rank) * sides * itemsize
 
 
+def body_parameters(folder: Path) -> int:
+    """Parameters in the matrices of the body of the policy in a folder: what vLLM quantizes, where it does."""
+    return sum(rows * columns for _, (rows, columns) in _linear(folder))
+
+
 def server_places_bytes(engine: EngineConfig, folder: Path) -> int:
     """``places_bytes`` of a server's engine on the policy in ``folder``; 0 if it has no room for adapters."""
     if (room := engine.adapters) is None:

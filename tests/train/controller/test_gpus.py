@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from serve.kv_cache import machine_memory
@@ -11,7 +9,7 @@ from train.config.training import TrainConfig
 from train.controller.worker_group import WorkerError
 from train.launch import object_store_bytes
 from train.workers.role_groups import gpus_by_pool
-from train.workers.rollout import memory_share
+from train.workers.rollout import all_reduce_off
 
 APART = {"pools": {"training": {"ranks": 8}, "rewards": {"ranks": 1}}, "reward": "rewards"}
 APART |= dict.fromkeys(("actor", "reference", "rollout"), "training")
@@ -54,8 +52,9 @@ def test_too_few_gpus_are_refused_and_never_shared(rewards: dict[str, int]) -> N
         gpus_by_pool(config(rewards=rewards), 7 + rewards.get("gpus", 0))
 
 
-def test_an_engine_beside_training_asks_for_what_it_takes_and_no_more(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(bytes(2_000))
-    assert memory_share(tmp_path, 1_000, 1, 10_000) == pytest.approx(0.33)
-    assert memory_share(tmp_path, 1_000, 2, 10_000) == pytest.approx(0.22)
-    assert memory_share(tmp_path, 1_000_000, 1, 10_000) == 1.0
+def test_an_engine_sums_by_nccl_where_a_rank_does_not_see_the_devices_of_the_others() -> None:
+    assert all_reduce_off("ray", 2, 1)
+    assert all_reduce_off("ray", 2, 2), "two devices of a rank (train.placement's gpus) are not the other rank's"
+    assert all_reduce_off("torchrun", 4, 2)
+    assert not all_reduce_off("torchrun", 2, 8)
+    assert not all_reduce_off("ray", 1, 1), "there is nothing to sum"

@@ -155,6 +155,14 @@ def test_an_answer_that_is_late_is_an_error_with_the_ranks_and_can_still_be_had(
     pending.result()
 
 
+def test_a_rank_of_a_pool_without_gpus_sees_none_and_counts_its_device_by_its_rank(
+    small: WorkerGroup,
+) -> None:
+    """Ray hides nothing from an actor that asks for no GPU: all of them would compute on the first."""
+    assert small.environment("CUDA_VISIBLE_DEVICES") == ["", ""]
+    assert small.environment("LOCAL_RANK") == ["0", "1"]
+
+
 # ------------------------------------------------------------------------------------------------------- failures
 
 

@@ -13,7 +13,8 @@ from loadtests.tiny_model import make_model_folder
 from tests.train.torchrun_checks import answer_of_ranks
 
 
-def make_mixture(home: Path) -> Path:
+def make_mixture(home: Path, *, width: int = 32) -> Path:
+    """``width``: of each expert. Two ranks have half of it, which vLLM fills up for a CPU's kernel."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     folder = make_model_folder(home, 0)  # for its tokenizer
@@ -22,7 +23,7 @@ def make_mixture(home: Path) -> Path:
         vocab_size=258,
         hidden_size=64,
         intermediate_size=96,
-        moe_intermediate_size=32,  # two ranks have 16 of each expert, which vLLM fills up for a CPU's kernel
+        moe_intermediate_size=width,
         num_experts=4,
         num_experts_per_tok=2,
         num_hidden_layers=2,
