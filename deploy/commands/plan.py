@@ -71,7 +71,7 @@ def plan(
         if (gpus is None) == (machine_file is None):
             raise MachineUnknown("name the machine by one of --gpus (8x80GB, 8xH100, cpu) and --machine FILE")
         work = Workload.of(config, prompt_tokens)
-        machine = _machine(gpus, config) if machine_file is None else read_machine(machine_file)
+        machine = _machine(gpus or "", config) if machine_file is None else read_machine(machine_file)
     except MachineUnknown as error:
         raise click.UsageError(str(error)) from error
     with _garbage_left():
@@ -79,6 +79,11 @@ def plan(
 
     try:
         policy = read_config(model or _serving_folder(settings), config.model)
+        if machine_file is None and machine.kind == "cpu":
+            from train.planner.cpu_rates import measure_cpu
+
+            width = policy.get_text_config().hidden_size
+            machine = measure_cpu(config.ranks, dtype=config.dtype, threads=config.threads_per_rank, width=width)
         models = models_of(policy, config, machine.kind)
     except ModelNotPlanned as error:
         raise click.UsageError(str(error)) from error
@@ -113,14 +118,11 @@ def _garbage_left() -> Iterator[None]:
         gc.enable()
 
 
-def _machine(gpus: str | None, config: TrainConfig) -> Machine:
-    from train.planner.machine import parse_gpus
+def _machine(gpus: str, config: TrainConfig) -> Machine:
+    """What --gpus says; a CPU's rates are still to be measured, at the width of the model's hidden states."""
+    from train.planner.machine import parse_gpus, this_cpu
 
-    if gpus is not None and gpus.strip().lower() == "cpu":
-        from train.planner.cpu_rates import measure_cpu
-
-        return measure_cpu(config.ranks, dtype=config.dtype, threads=config.threads_per_rank)
-    return parse_gpus(gpus or "")
+    return this_cpu(config.ranks) if gpus.strip().lower() == "cpu" else parse_gpus(gpus)
 
 
 def _serving_folder(settings: Settings) -> Path:

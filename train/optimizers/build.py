@@ -34,7 +34,9 @@ def make_optimizer(
     found = parameter_groups(model, config, learning_rate, all_patterns_fit=all_patterns_fit)
     groups = [group for of_kind in found for group in of_kind]
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=config.betas, fused=True)  # a fifth of the time on a CPU
+        return torch.optim.AdamW(
+            groups, lr=learning_rate, betas=config.betas, fused=True
+        )  # a fifth of the time on a CPU
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, momentum=config.momentum or 0.0)
     if config.name == "adamw_8bit":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -124,11 +125,12 @@ def _passes(dtype: torch.dtype, *, width: int, rows: int) -> tuple[float, float,
     """A Llama of two layers, and of a head as training has it → (seconds of a forward and a backward pass, operations,
     bytes that they read and write but for products, parameters of the products' weights)."""
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2, "vocab_size": _ENTRIES}
-    heads = max(1, width // 64)
+    heads = 1 if width % 64 else width // 64
     config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads)
     model = LlamaModel(config).to(dtype)
     head = torch.randn(_ENTRIES, width).to(dtype).requires_grad_()
-    x = torch.randn(-(-rows // _LENGTH), min(rows, _LENGTH), width).to(dtype)  # short ones: attention takes next to nothing
+    each = min(rows, _LENGTH)  # short ones, so that attention takes next to nothing
+    x = torch.randn(rows // each, each, width).to(dtype)
     targets, temperatures = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
 
     def run() -> None:
@@ -152,8 +154,12 @@ def _unit_s() -> float:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     x = torch.randn(2, 8)
-    without, with_it = (_fastest(lambda of=of: of(x).sum().backward()) for of in (plain, sharded))
+    without, with_it = (_fastest(partial(_backward, of, x)) for of in (plain, sharded))
     return (with_it - without) / (3 * _UNITS)
+
+
+def _backward(model: nn.Module, x: Tensor) -> None:
+    model(x).sum().backward()
 
 
 def _link() -> float:

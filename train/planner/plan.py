@@ -501,7 +501,10 @@ class _Planner:
         model, how = self._model(role), self._how(role)
         cost = step_time.update_cost(model.shape, how, self.batch, self.machine, self._operations(model))
         return _Pass(
-            f"{role} update", role, cost.times(times), lambda: memory.update(model.shape, how, model.activations(self.full))
+            f"{role} update",
+            role,
+            cost.times(times),
+            lambda: memory.update(model.shape, how, model.activations(self.full)),
         )
 
     def _operations(self, model: TracedModel) -> PassOperations | None:

@@ -108,14 +108,14 @@ def update_cost(
     """An optimizer step of so many micro-batches.
 
     Computing: a backward pass is twice a forward one (once with frozen weights, whose gradients nobody needs),
-    checkpointing adds a forward pass, and logits are made once more. Moved: parameters are gathered for either pass, and gradients reduced in float32,
-    (w - 1)/w of 4 bytes each, once or with every micro-batch; what ranks that share layers pass to each other
-    (``passed_bytes``) waits for computing, and computing for it. AdamW reads and writes 28 bytes a parameter: weight,
-    gradient (read alone) and two moments; another optimizer, what its state has. With parameters in the host's memory
-    each gather first copies a rank's slice, and it is the host that does the optimizer's step. Without resharding
-    between a layer's passes it is gathered once for both. State that waits in the host's memory comes and goes. For
-    Muon every rank receives all matrices in float32 and the updates of all, and computes its share of these. On a CPU
-    nothing overlaps, and what it does beside matrix products counts.
+    checkpointing adds a forward pass, and logits are made once more. Moved: parameters are gathered for either pass,
+    and gradients reduced in float32, (w - 1)/w of 4 bytes each, once or with every micro-batch; what ranks that share
+    layers pass to each other (``passed_bytes``) waits for computing, and computing for it. AdamW reads and writes 28
+    bytes a parameter: weight, gradient (read alone) and two moments; another optimizer, what its state has. With
+    parameters in the host's memory each gather first copies a rank's slice, and it is the host that does the
+    optimizer's step. Without resharding between a layer's passes it is gathered once for both. State that waits in the
+    host's memory comes and goes. For Muon every rank receives all matrices in float32 and the updates of all, and
+    computes its share of these. On a CPU nothing overlaps, and what it does beside matrix products counts.
 
     Args:
         beside: what else a pass runs, on a machine whose rates know what that takes.

@@ -58,8 +58,16 @@ def test_a_cpus_rates_are_measured_and_leave_no_process_group_behind() -> None:
     threads = torch.get_num_threads()
     machine = measure_cpu(2, width=64)
     assert (machine.devices, machine.kind, machine.name) == (2, "cpu", "this CPU")
-    rates = (machine.flops, machine.float32_share, machine.touched, machine.operation_s, machine.bandwidth, machine.link)
+    rates = (
+        machine.flops,
+        machine.float32_share,
+        machine.touched,
+        machine.operation_s,
+        machine.bandwidth,
+        machine.link,
+    )
     assert all(0 < rate < math.inf for rate in rates)
-    assert machine.operation_s < 1e-3 and machine.unit_s < 1 and machine.parameter_s >= 0
+    assert machine.operation_s < 1e-3
+    assert machine.parameter_s >= 0
     assert not torch.distributed.is_initialized()
     assert torch.get_num_threads() == threads

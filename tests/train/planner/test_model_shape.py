@@ -102,10 +102,8 @@ def test_products_and_views_touch_nothing_and_all_else_what_it_reads_and_writes(
 def test_what_a_pass_runs_grows_with_layers_and_rows() -> None:
     config = qwen3().config
     small, large = (Batch.of(n, 1, 20, 30) for n in (4, 8))
-    two, four = (
-        Tracer(type(config)(**config.to_dict() | {"num_hidden_layers": n, "layer_types": None}), dtype="bfloat16", device="cpu")
-        for n in (2, 4)
-    )
+    deeper = type(config)(**config.to_dict() | {"num_hidden_layers": 4, "layer_types": None})
+    two, four = (Tracer(of, dtype="bfloat16", device="cpu") for of in (config, deeper))
     assert two.operations(large).forward.count == two.operations(small).forward.count
     assert two.operations(large).forward.moved == pytest.approx(2 * two.operations(small).forward.moved, rel=0.1)
     again = two.operations(small).again

@@ -4,8 +4,9 @@ Real workers (actor, reference, critic) train models with random weights over gl
 configuration's second step is measured: memory as the growth of a rank's resident memory from before its models were
 built to its peak, where freed blocks go back to the system at once; seconds as the median of the steps after it.
 ``memory_error`` and ``time_error`` are predicted over measured, less one. The machine's rates are measured before each
-configuration, by as many ranks at once. There is no mixture among them: torch's grouped matrix products on a CPU keep memory for every new shape, so that a
-process grows with each step whatever training does. The last line printed is one JSON object.
+configuration, by as many ranks at once. There is no mixture among them: torch's grouped matrix products on a CPU keep
+memory for every new shape, so that a process grows with each step whatever training does. The last line printed is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -174,7 +175,11 @@ def run_cases(cases: list[tuple[str, int, dict[str, Any]]]) -> Iterator[dict[str
         for name in {name for name, _, _ in cases}:
             make_model(name, Path(folder) / name)
         for model, ranks, settings in cases:
-            spec = {"title": title(model, ranks, settings), "ranks": ranks, "policy": str(Path(folder) / model)}
+            spec: dict[str, Any] = {
+                "title": title(model, ranks, settings),
+                "ranks": ranks,
+                "policy": str(Path(folder) / model),
+            }
             file = Path(folder) / "case.json"
             spec |= {"train": {"ranks": ranks, **_UNSAMPLED, **settings}}
             module = "deploy.examples.bench.training.plan"
