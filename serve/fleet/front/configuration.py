@@ -4,9 +4,9 @@ A request passes two frontends. ``clients`` takes the connections of clients, an
 HAProxy's own, each request on a new one: when a server ends before it has answered, HAProxy answers the first request
 of a connection with an error, and closes the connection of any later one without a word.
 
-What HAProxy can't parse gets the one page that it has for that, with 400, whatever is configured: what is no HTTP
-request, a head of more than ``_PARSED_BYTES`` or ``_HEADERS`` lines. A head that does not come in time gets nothing.
-All other errors have the form of our own.
+What HAProxy can't parse gets the one page that it has for that, with 400 or 422, whatever is configured: what is no
+HTTP request, a head of more than ``_PARSED_BYTES`` or ``_HEADERS`` lines. A head that does not come in time gets
+nothing. All other errors have the form of our own.
 
 Each replica takes a place, with a socket that is there while it listens; what is not there, or says that it is not
 ready, gets nothing. Where none is ready, any that listens can still say why (``unready``).
@@ -196,4 +196,4 @@ def _either(problem: Problem) -> str:
     """The text from which HAProxy makes a problem's body, in the form of the request's path."""
     forms = [orjson.dumps(form).decode().replace("%", "%%") for form in (problem.openai_body(), problem.body())]
     assert not any("'" in form or "\\" in form for form in forms)
-    return "%[var(txn.openai),iif('{}','{}')]".format(*forms)
+    return "%[var(txn.openai,0),iif('{}','{}')]".format(*forms)  # what is refused before any rule has no path

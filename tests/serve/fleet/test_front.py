@@ -195,6 +195,13 @@ async def test_what_no_replica_can_answer_is_answered_in_the_form_of_its_path(
                     answer = await client.get(f"{path}?{query}", headers=headers)
                     assert (answer.status_code, answer.headers["content-type"]) == (431, kind)
                     assert (answer.headers["x-request-id"], str(HEAD_BYTES) in answer.text) == ("mine", True)
+        async with asyncio.timeout(30):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(b"PRI /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+        assert b"content-type: application/problem+json" in head
+        assert json.loads(body)["status"] == 400
         for sent in (b"NOTHING\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * (HEAD_BYTES * 2 + 2000)):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
             writer.write(sent)
