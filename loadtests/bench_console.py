@@ -33,6 +33,7 @@ import httpx
 import psutil
 
 from loadtests import closed_loop, paired
+from loadtests.event_lines import read_lines
 from loadtests.server import MILLRACE, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
@@ -74,7 +75,7 @@ class Visitor:
     def _follow(self) -> None:
         while not self._over.is_set():
             with self._client.stream("GET", "/console/live") as stream:
-                for line in stream.iter_lines():
+                for line in read_lines(stream):
                     self.events += line.startswith("data:")
                     if self._over.is_set():
                         return

@@ -32,6 +32,7 @@ _TITLES: Final = {
     421: "Not a name of this server",
     422: "Invalid request",
     429: "Too many requests",
+    431: "Head too large",
     500: "Internal error",
     503: "Not available",
     504: "Took too long",

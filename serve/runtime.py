@@ -247,7 +247,8 @@ class Server(ApiProcess):
         self.on_death()
 
     def _serving(self) -> Serving:
-        return Serving(self.engine.version, dict(self.engine.loaded), self.swapper.turn, self.swapper.beside)
+        engine, swapper = self.engine, self.swapper
+        return Serving(engine.version, dict(engine.loaded), engine.making_way, swapper.turn, swapper.beside)
 
     def _news(self) -> tuple[dict[str, float], str | None]:
         """The engine's numbers, of all processes' requests, and why none would be served."""

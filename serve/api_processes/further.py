@@ -53,11 +53,12 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Serving:
-    """What serves: the policy's version, all that is loaded in the engine by version, the experiment's part, or the
-    experiment whose policies both answer."""
+    """What serves: the policy's version, all that is loaded in the engine by version, whether other weights are about
+    to come, the experiment's part, or the experiment whose policies both answer."""
 
     version: int
     loaded: dict[int, Answering]
+    making_way: bool
     turn: Turn | None
     beside: Experiment | None = None
 
@@ -161,7 +162,7 @@ class FurtherProcess(ApiProcess):
     # What the first process calls
 
     def _serve(self, serving: Serving) -> None:
-        self.engine.follow(serving.version, serving.loaded)
+        self.engine.follow(serving.version, serving.loaded, making_way=serving.making_way)
         self._turn, self._beside = serving.turn, serving.beside
 
     def _take_news(self, stats: dict[str, float], unready: str | None) -> None:

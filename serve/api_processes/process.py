@@ -141,7 +141,7 @@ class ApiProcess(ABC):
             tenant, number = request.scope["principal"].tenant, request.scope["request_id"]
             drawn = experiment.assign(unit_of(tenant, user=user, session=session, request=number), at.timestamp())
             own = tenant in self._policy_of_tenant  # it is none of those that the two share
-            return drawn if drawn.version in self.engine.loaded and not own else replace(drawn, counts=False)
+            return drawn if self.engine.answers(drawn.version) and not own else replace(drawn, counts=False)
         turn = self.turn()
         return turn if turn is not None and turn.drawn else None
 
@@ -151,7 +151,7 @@ class ApiProcess(ABC):
         Raises Problem 503 if a tenant's own is not there.
         """
         if (own := self._policy_of_tenant.get(tenant)) is not None:
-            if own not in self.engine.loaded:
+            if not self.engine.answers(own):
                 raise Problem(503, f"policy {own}, which answers tenant {tenant!r}, is not loaded", retry_after=5)
             return own
         return drawn.version if isinstance(drawn, Assignment) and drawn.counts else None

@@ -179,5 +179,5 @@ class Controller:
 
 
 def _is_settled(report: Report, state: FleetState) -> bool:
-    """Whether a replica, if it answers requests, does so as all others do."""
-    return report.state != "ready" or (report.version == state.serving.version and report.variant is None)
+    """Whether a replica, if it answers requests, does so as all others do. One that stops goes on for a moment."""
+    return report.state == "starting" or (report.version == state.serving.version and report.variant is None)

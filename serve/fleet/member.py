@@ -58,11 +58,6 @@ class Member:
         """The replica's name, unique among those that live."""
         return self._name.name
 
-    @property
-    def number(self) -> int:
-        """At the end of its name."""
-        return self._name.number
-
     def begin(self, server: Server) -> None:
         """Report what ``server`` does, from now on. It serves."""
         self._server = server
@@ -77,7 +72,8 @@ class Member:
         """Report no more, take part in no deployment."""
         for task in self._tasks:
             task.cancel()
-        self._write_report(replace(self._report, state="stopping"))
+        report = self._report if self._server is None else self._report_of(self._server)
+        self._write_report(replace(report, state="stopping"))
 
     def release(self) -> None:
         """Give the name up."""

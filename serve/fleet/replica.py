@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from feedback.config import FeedbackConfig
 from feedback.trusted_code import consent_to
 from serve.config import ServeConfig
+from serve.fleet.front.configuration import places_of
 from serve.fleet.front.process import folder_of_front
 from serve.fleet.member import Member
 from serve.observability import log_format
@@ -58,7 +59,8 @@ class Replica:
         self.member.begin(self.server)
         self._listener: Listener | None = None
         if (folder := folder_of_front()) is not None:
-            self._listener = Listener(self.application, named, folder, self.member.number, self.server.unready)
+            places = range(places_of(named.fleet))
+            self._listener = Listener(self.application, named, folder, places, self.server.unready)
             await self._listener.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

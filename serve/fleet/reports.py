@@ -63,7 +63,7 @@ class Name:
         """Take the first free one of ``<base>-0``, ``<base>-1`` … Raises FleetError if there is none."""
         make_folder(folder)
         for number in range(_MOST_REPLICAS):
-            self.name, self.number = f"{base}-{number}", number
+            self.name = f"{base}-{number}"
             self._descriptor = open_lock(folder / f"{self.name}{_LOCK}")
             for _ in range(_TRIES):
                 if try_lock(self._descriptor):

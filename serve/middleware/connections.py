@@ -20,10 +20,12 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any, ClassVar, Final, Literal
 
+import orjson
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from serve.config import SsoConfig
+from serve.http import Problem
 
 USER: Final = "millrace.user"
 """Where in a request's scope the user is, with ``word_of`` what says so. No header leads there, so that no other way to
@@ -47,12 +49,12 @@ _OTHER_FILES: Final = 256  # of this process: the journal's and the lake's, the 
 _FEWEST: Final = 64
 
 _PIECE_BYTES: Final = 4096  # parsed between two looks at the bounds
-_TOO_LARGE: Final = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
-    b"content-type: application/problem+json\r\ncontent-length: %d\r\n\r\n%b"
+_REFUSAL: Final = (
+    b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-type: application/problem+json\r\ncontent-length: %d\r\n\r\n%b"
 )
 _CLIENT: Final = CLIENT.encode()
-_PROBLEM: Final = b'{"title":"Request Header Fields Too Large","status":431,"detail":"a head may have %d bytes"}'
+_TOO_LARGE: Final = Problem(431, f"a head may have {HEAD_BYTES} bytes")
+_UNREADABLE: Final = Problem(400, "this is no HTTP request that can be read")
 
 
 def bind(host: str, port: int, share: Literal["no", "begin", "join"] = "no") -> socket.socket:
@@ -159,8 +161,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._framing = 0 if self._heard else self._framing + len(piece)
         if self._framing > HEAD_BYTES:
-            problem = _PROBLEM % HEAD_BYTES
-            return self._refuse(_TOO_LARGE % (len(problem), problem))
+            return self._refuse(b"431 Request Header Fields Too Large", _TOO_LARGE)
         if len(self.pipeline) > PIPELINED:
             return self.transport.close()
         if self._in_message:
@@ -175,10 +176,8 @@ class BoundedHttp(HttpToolsProtocol):
         """Nothing: the request is answered as it is, and the log is not for strangers to fill."""
 
     def send_400_response(self, msg: str) -> None:
-        """As uvicorn's, where it is no other request's answer."""
-        if self._is_answering():
-            return self.transport.close()
-        super().send_400_response(msg)
+        """As uvicorn's, in our form, where it is no other request's answer."""
+        self._refuse(b"400 Bad Request", _UNREADABLE)
 
     def on_message_begin(self) -> None:
         self._begun = self._heard = True
@@ -238,9 +237,10 @@ class BoundedHttp(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         return self._running is not None and not self._running.response_complete
 
-    def _refuse(self, answer: bytes) -> None:
+    def _refuse(self, status: bytes, problem: Problem) -> None:
         if not self._is_answering():
-            self.transport.write(answer)
+            body = orjson.dumps(problem.body())
+            self.transport.write(_REFUSAL % (status, len(body), body))
         self.transport.close()
 
     def _head_is_late(self) -> None:

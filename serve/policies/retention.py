@@ -12,7 +12,6 @@ from typing import Any, Final
 from serve.config import RetentionConfig
 from serve.policies.records import read_json
 from serve.policies.store import Policy, PolicyError, PolicyStore
-from serve.policies.whole_policies import drop_merged
 
 Needed = Callable[[], Mapping[int, str]]
 """Version -> why it is needed by what this package does not know of, such as runs."""
@@ -90,7 +89,6 @@ class Kept:
             reason = store.prune(version, "retention", self.reasons)
             if reason is None:
                 removed.append(store.get(version))
-                drop_merged(policy)
             else:
                 left[version] = reason
         return removed, left

@@ -73,7 +73,17 @@ from serve.policies.shared_records import (
     upload_of,
     write_folder,
 )
-from serve.policies.store import LEARNED, MANIFEST, OWN, PRUNED, UNPUBLISHED, Policy, PolicyNotFound, PolicyStore
+from serve.policies.store import (
+    LEARNED,
+    MANIFEST,
+    OWN,
+    PRUNED,
+    UNPUBLISHED,
+    Policy,
+    PolicyNotFound,
+    PolicyStore,
+    drop_merged,
+)
 
 log = logging.getLogger(__name__)
 
@@ -431,7 +441,8 @@ class SharedPolicyStore(PolicyStore):
         write_json(self.root / _MARKER, {**marker, "seen": state.version is not None, "last_version": last})
 
     def _drop(self, folder: Path) -> None:
-        """Remove a policy's folder from the copy, all of it at once."""
+        """Remove a policy's folder from the copy, all of it at once, and the whole model that was made of it."""
+        drop_merged(self.root / folder)
         aside = self.root / f"{_CHANGING}{uuid.uuid4().hex}"
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.root / folder, aside)
@@ -445,6 +456,7 @@ class SharedPolicyStore(PolicyStore):
                 continue
             with (pruned.parent / MANIFEST).open("rb") as manifest:
                 if try_lock(manifest.fileno()):
+                    drop_merged(pruned.parent)
                     for path in weights:
                         path.unlink()
         for aside in (self.root / _FETCHING).glob("v*[!k]"):  # what killed downloads left

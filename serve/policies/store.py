@@ -7,6 +7,7 @@
     policies/v000042/erasures.json  erasures of rows that it was trained on, which come after it too
     policies/v000042/pin.json    who pinned it, so that its weights are kept
     policies/v000042/pruned.json when and why its weights were removed; they are there only without it
+    policies/merged/v000042/     of an adapter, the whole model of it and its base (``whole_policies.py``)
     policies/serving.json        the pointer, with its records (``pointer.py``)
 
 A policy is written to a folder beside the others, fsynced and renamed, so a reader sees all of it or nothing. Versions
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from feedback.files import ERASURES, fsync_path, fsync_tree, replace_file, try_lock
+from feedback.files import ERASURES, fsync_path, fsync_tree, locked, replace_file, try_lock
 from serve.policies.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
 from serve.policies.experiments import Experiments
 from serve.policies.folder import (
@@ -57,6 +58,9 @@ OWN: Final = re.compile(
 """The store's own files in a policy's folder, and what a killed process left of one that it was writing."""
 _FOLDER: Final = re.compile(r"v(\d{6,})")
 UNPUBLISHED: Final = ".publishing-"
+MERGED: Final = "merged"
+MERGE_S: Final = 3600.0
+"""A merge of an adapter into its base takes less."""
 
 
 class PolicyNotFound(PolicyError):
@@ -395,6 +399,7 @@ class PolicyStore(ServingPointer):
                     return "in use"
                 if policy.pruned is None:
                     write_json(policy.path / PRUNED, {"at": now(), "why": why})
+                drop_merged(policy.path)
                 for path in policy.weight_files:
                     path.unlink(missing_ok=True)
                 fsync_path(policy.path)
@@ -432,13 +437,22 @@ class PolicyStore(ServingPointer):
             experiment = self.experiments.current()
             if experiment is not None and version in (experiment.candidate, experiment.control):
                 raise PolicyError(f"policy {version} is in experiment {experiment.number}: stop that first")
-            for other in map(self.get, self.versions()):
-                if other.base is not None and other.base["version"] == version and other.pruned is None:
-                    raise PolicyError(f"policy {other.version} is an adapter of policy {version}: withdraw that first")
-            aside = self.root / f"{UNPUBLISHED}{uuid.uuid4().hex}"  # the next publish removes it if we are killed
+            if (adapter := self._adapter_of(version)) is not None:
+                raise PolicyError(f"policy {adapter} is an adapter of policy {version}: withdraw that first")
+            aside = self.root / f"{UNPUBLISHED}{uuid.uuid4().hex}"  # the next publish goes on if we are killed
             os.rename(folder, aside)
             fsync_path(self.root)
+        drop_merged(folder)
         shutil.rmtree(aside)
+
+    def _adapter_of(self, version: int) -> int | None:
+        """The first adapter of a policy that has its weights. One whose manifest is damaged serves nobody."""
+        for number in self.versions():
+            with suppress(PolicyError):
+                other = self.get(number)
+                if other.base is not None and other.base["version"] == version and other.pruned is None:
+                    return number
+        return None
 
     def _folder(self, version: int) -> Path:
         return self.root / f"v{version:06d}"
@@ -461,6 +475,9 @@ class PolicyStore(ServingPointer):
                         shutil.rmtree(entry)
                 finally:
                     os.close(descriptor)
+            for merged in (self.root / MERGED).glob("v*.json"):
+                if not (folder := self.root / merged.stem).exists():  # its withdrawal was killed
+                    drop_merged(folder)
             aside = self.root / f"{UNPUBLISHED}{uuid.uuid4().hex}"
             aside.mkdir()
             hold = os.open(aside, os.O_RDONLY)
@@ -480,6 +497,27 @@ def verify_files(policy: Policy) -> None:
     names = {path.relative_to(policy.path).as_posix() for path in regular_files(policy.path)}
     if surplus := sorted(name for name in names - policy.files.keys() if not OWN.fullmatch(name)):
         raise PolicyCorrupt(f"policy {policy.version}: {surplus[0]} is not in its manifest")
+
+
+def drop_merged(folder: Path) -> None:
+    """Remove the whole model that was made of an adapter in a policy's folder, and what killed processes left of it.
+
+    A merge that is under way is waited for. Raises LockTimeoutError.
+    """
+    place = folder.parent / MERGED
+
+    def there() -> list[Path]:
+        record = place / f"{folder.name}.json"
+        return [path for path in (record, place / folder.name, *place.glob(f".{folder.name}-*")) if path.exists()]
+
+    if not there():
+        return
+    with locked(place / ".lock", MERGE_S):
+        for path in there():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def _check_base(folder: Path, base: Policy | None) -> None:

@@ -20,11 +20,9 @@ from feedback.files import fsync_tree, locked, make_folder
 from serve.policies.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, write_merged
 from serve.policies.folder import PolicyCorrupt, sha256_file
 from serve.policies.records import read_json, write_json
-from serve.policies.store import Policy, PolicyStore
+from serve.policies.store import MERGE_S, MERGED, Policy, PolicyStore
 
-MERGED: Final = "merged"
 _KEPT: Final = 3  # whole models that nobody may need any more
-_MERGE_S: Final = 3600.0
 
 
 def weights_of(policy: Policy) -> int:
@@ -45,7 +43,7 @@ def whole(policy: Policy) -> Policy:
     place = policy.path.parent / MERGED
     folder = place / policy.path.name
     make_folder(place)
-    with locked(place / ".lock", _MERGE_S):
+    with locked(place / ".lock", MERGE_S):
         record = read_json(kept := place / f"{folder.name}.json")
         if record is None or record["made_of"] != made_of or not _as_long(folder, record["files"]):
             shutil.rmtree(folder, ignore_errors=True)
@@ -67,13 +65,6 @@ def base_of(policy: Policy) -> Policy:
             f"{policy.base['sha256'][:12]}…, and that has {base.sha256[:12]}…"
         )
     return base
-
-
-def drop_merged(policy: Policy) -> None:
-    """Remove the whole model of an adapter, which can be made again."""
-    folder = policy.path.parent / MERGED / policy.path.name
-    folder.with_suffix(".json").unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _merge(policy: Policy, base: Policy, folder: Path) -> dict[str, dict[str, Any]]:

@@ -737,23 +737,26 @@ class Swapper:
             if prepared.loaded:
                 if policy.version not in self.engine.loaded:  # it had to make room meanwhile
                     await self.engine.put_adapter(prepared.weights, config.prepare_timeout_s)
+                probe = await self._prove(prepared, policy.version)  # before it answers anything
                 self.engine.serve(policy.version)
             else:
                 await self.engine.end_adapters(config.drain_timeout_s)
                 touched = True
                 exchanged, hold_ms = await self._exchange(prepared)
-            probe = await self._prove(prepared)
-            self._serving = prepared.weights
-            if not prepared.loaded:
+                probe = await self._prove(prepared)
                 self._base = prepared.weights
                 await self._keep(base, exchanged)
+            self._serving = prepared.weights
         except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy must serve on and the cause be recorded
             error = _describe(failure)
             if touched:
                 await self._put_back(old, base, exchanged, error)
                 hold_ms = hold_ms or _since_ms(held)
-            else:
-                self.engine.serve(old.policy.version)
+            elif isinstance(failure, StaleWeights):
+                self.engine.reject(policy.version)
+                if policy.version in self._of_tenants:
+                    # Nor does it answer its tenants before it has proved itself anew.
+                    self._loaded_for, self._tenants_wait = "", ("", 0.0)
         return Swap(
             at=now(),
             from_version=old.policy.version,

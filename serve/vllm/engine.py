@@ -16,8 +16,8 @@ import multiprocessing
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -52,9 +52,11 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-# serve.vllm.response_collector.MARK and STREAM; that module is for the engine's process.
-_WHOLE: Final = {"millrace_whole": True}
-_STREAM: Final = {"millrace_whole": "stream"}
+# serve.vllm.response_collector.MARK, STREAM, OF_LOAD and UNLOADED; that module is for the engine's process.
+_MARK: Final = "millrace_whole"
+_STREAM: Final = "stream"
+_OF_LOAD: Final = "millrace_of_load"
+_UNLOADED: Final = "millrace_unloaded"
 _ABORT_TIMEOUT_S: Final = 10.0
 _GIVE_UP_POLL_S: Final = 0.1
 _ALIVE_CHECK_S: Final = 0.25  # between two checks that the engine's process is alive, while a call waits for it
@@ -80,7 +82,8 @@ class Answering:
     """What answers a request: a policy, as whole weights or as an adapter beside those of another one.
 
     ``base``: whose weights the engine holds; ``label``: of that load of them; ``salt``: what prefixes are cached under;
-    ``adapter``: its number, None for the base itself; ``folder``: where the adapter's files are.
+    ``adapter``: its number, None for the base itself; ``folder``: where the adapter's files are. ``own``: the request
+    is of a tenant with a policy of its own, and no other weights than ``label``'s may answer it.
     """
 
     version: int
@@ -89,6 +92,7 @@ class Answering:
     salt: str
     adapter: int | None = None
     folder: str = ""
+    own: bool = False
 
     @property
     def lora_request(self) -> LoRARequest | None:
@@ -136,6 +140,8 @@ class Engine:
         """Tenants' own policies that are loaded, and answer nothing before ``admit``."""
         self.kept: frozenset[int] = frozenset()
         """Versions whose adapters stay, beside that of the policy that serves."""
+        self.making_way = False
+        """Whether other weights are about to come, before which tenants' own policies answer nothing more."""
         self.requests: set[str] = set()
         """Ids of the requests that wait for their last token."""
         self.stats: dict[str, float] = {"running": 0, "waiting": 0, "kv_cache_usage": 0.0, "preemptions": 0}
@@ -146,6 +152,7 @@ class Engine:
         self._given_up = False
         self._loads = 0
         self._adapters = 0  # the number of the last one
+        self._leaving: set[int] = set()  # numbers of those that answer nothing new, and may have requests at work
         self._placing = asyncio.Lock()
         self._own = frozenset(config.adapters.tenants.values()) if config.adapters is not None else frozenset[int]()
         self._probes = 0
@@ -225,9 +232,9 @@ class Engine:
         except Exception as error:
             raise EngineError(f"API process {client.index} can't use the engine: {error}") from error
 
-    def follow(self, version: int, loaded: dict[int, Answering]) -> None:
+    def follow(self, version: int, loaded: dict[int, Answering], *, making_way: bool) -> None:
         """In a process that has attached itself: what serves from now on, of what is loaded."""
-        self.loaded = loaded
+        self.loaded, self.making_way = loaded, making_way
         serving = loaded[version]
         self.version, self.base, self.label = version, serving.base, serving.label
 
@@ -305,9 +312,15 @@ class Engine:
 
         Raises EngineError if it is a tenant's own, which no other stands in for.
         """
-        if version in self._own and version not in self.loaded:
-            raise EngineError(f"policy {version} is not loaded")
+        if version in self._own:
+            if not self.answers(version):
+                raise EngineError(f"policy {version} is not loaded")
+            return replace(self.loaded[version], own=True)
         return self.loaded.get(self.version if version is None else version) or self.loaded[self.version]
+
+    def answers(self, version: int) -> bool:
+        """Whether a policy answers requests that begin now: no tenant's own does while other weights are to come."""
+        return version in self.loaded and not (self.making_way and version in self._own)
 
     # Generating
 
@@ -347,7 +360,7 @@ class Engine:
         params, answering = _params(sampling, streaming=True), self.answering(version)
         marked = sampling.n == 1 and not sampling.stop
         if marked:
-            params.extra_args = _STREAM
+            params.extra_args = {_MARK: _STREAM}
             self._whole.add(request_id)
         async for output in self._outputs(request_id, prompt_token_ids, params, answering):
             note_first_token(output, underway)
@@ -381,10 +394,12 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         self.requests.add(request_id)
+        self.bind(params, answering)
         try:
             prompt = tokens_input(prompt_token_ids, cache_salt=answering.salt)
             lora_request = answering.lora_request
             async for output in self.llm.generate(prompt, params, request_id, lora_request=lora_request):
+                self.require_answered(output, answering)
                 yield output
         except EngineDeadError as error:
             raise EngineDead("the engine's process has died") from error
@@ -413,8 +428,18 @@ class Engine:
 
     def keep_whole(self, request_id: str, params: SamplingParams) -> None:
         """Have the scheduler send the only response when it is whole; no one may read its tokens before."""
-        params.extra_args = _WHOLE
+        params.extra_args = {_MARK: True}
         self._whole.add(request_id)
+
+    def bind(self, params: SamplingParams, answering: Answering) -> None:
+        """Have the engine answer the request with those weights or not at all, if it must; after ``keep_whole``."""
+        if answering.own:
+            params.extra_args = (params.extra_args or {}) | {_OF_LOAD: answering.label}
+
+    def require_answered(self, output: RequestOutput, answering: Answering) -> None:
+        """Raise EngineError if other weights came before a request that no others may answer."""
+        if any(each.stop_reason == _UNLOADED for each in output.outputs):
+            raise EngineError(f"policy {answering.version} is not loaded any more")
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
@@ -482,16 +507,37 @@ class Engine:
             self.loaded[version] = self.trial.pop(version)
 
     def reject(self, version: int) -> None:
-        """Forget a tenant's policy that has not proved itself: nothing was answered with it."""
-        if (each := self.trial.pop(version, None)) is not None:
+        """Answer nothing more with an adapter that has not proved itself; what is at work with it ends first."""
+        held = self.trial if version in self.trial else self.loaded
+        each = held.get(version)
+        if each is None or each.adapter is None or version == self.version:
+            return
+        del held[version]
+        if held is self.trial:  # nothing was answered with it
             self._in_background(self.llm.collective_rpc("millrace_remove_adapter", args=(each.adapter,)))
+            return
+        self._leaving.add(each.adapter)
+        self._in_background(self._remove_unused(each.adapter))
+        self.on_load()
+
+    async def _remove_unused(self, adapter: int) -> None:
+        """Free an adapter's place when no request names it any more."""
+        used = True
+        with suppress(EngineError):  # the engine has ended
+            while used:
+                await asyncio.sleep(_UNUSED_POLL_S)  # at first for those that are on their way
+                used = adapter in await self.llm.engine_core.call_utility_async("millrace_adapters")
+            if adapter in self._leaving:  # else other weights have come, which end all adapters
+                await self.llm.collective_rpc("millrace_remove_adapter", args=(adapter,))
+                self._leaving.discard(adapter)
+
+    def _places_taken(self) -> int:
+        loaded = sum(each.adapter is not None for each in self.loaded.values())
+        return len(self.trial) + len(self._leaving) + loaded
 
     async def _free_place(self) -> None:
         assert self.config.adapters is not None
-        while (
-            len(self.trial) + sum(each.adapter is not None for each in self.loaded.values())
-            >= self.config.adapters.count
-        ):
+        while self._places_taken() >= self.config.adapters.count:
             used = set(await self.llm.engine_core.call_utility_async("millrace_adapters"))
             idle = [
                 each
@@ -519,32 +565,34 @@ class Engine:
     async def end_adapters(self, timeout_s: float) -> None:
         """Before other weights come: let requests with adapters end, while new ones wait for those weights.
 
-        Tenants' own policies are loaded no more, and their requests end first: none is to wait for other weights.
+        Tenants' own policies answer nothing more, and their requests end first: none is answered by other weights.
         ``commit`` or ``resume`` lets the engine go on. Raises EngineError if they take longer; it goes on then, with
         all adapters.
         """
-        if not any(each.adapter is not None for each in self.loaded.values()):
+        if not self._places_taken() and not self._own & self.loaded.keys():
             return
-        before = self.loaded
-        own = {v: each for v, each in before.items() if v in self._own and v != self.version}
-        self.loaded = {v: each for v, each in before.items() if v not in own}
+        self.making_way = True
         self.on_load()
         try:
-            await self._until_unused({each.adapter for each in own.values()}, timeout_s)
-            await self._end_adapters(timeout_s)
+            await self._until_none_is_bound(timeout_s)
+            if self._places_taken():
+                await self._end_adapters(timeout_s)
         except BaseException:
-            self.loaded = before
+            self.making_way = False
             self.on_load()
             raise
 
-    async def _until_unused(self, adapters: set[int | None], timeout_s: float) -> None:
-        """Wait until no request, waiting ones too, is answered with these. Raises EngineError."""
+    async def _until_none_is_bound(self, timeout_s: float) -> None:
+        """Wait until no request, waiting ones too, is one that no other weights may answer. Raises EngineError.
+
+        One that comes later is refused by the engine once they are there.
+        """
         try:
             async with self._within(timeout_s):
-                used = adapters
-                while used:
+                bound = bool(self._own & self.loaded.keys())
+                while bound:
                     await asyncio.sleep(_UNUSED_POLL_S)  # at first for those that are on their way
-                    used = adapters & set(await self.llm.engine_core.call_utility_async("millrace_adapters"))
+                    bound = await self.llm.engine_core.call_utility_async("millrace_bound") > 0
         except TimeoutError:
             raise EngineError(
                 "requests of tenants with a policy of their own did not end within serve.swap.drain_timeout_s"
@@ -721,6 +769,8 @@ class Engine:
         # Prefixes are cached under the load that made them, so that not even a rollback meets an older load's.
         self.base, self.label = version, label
         self.loaded, self.trial = {version: Answering(version, version, label, label)}, {}
+        self._leaving.clear()
+        self.making_way = False
         self.serve(version)
 
     def _in_background(self, call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 MARK: Final = "millrace_whole"
 STREAM: Final = "stream"
 """The mark's value for a request whose tokens go out at once."""
+OF_LOAD: Final = "millrace_of_load"
+"""In ``extra_args``, the label of the weights that alone may answer: a tenant's own policy's."""
+UNLOADED: Final = "millrace_unloaded"
+"""The stop reason of such a request that other weights came before. No token is sampled for it by those."""
 _STATS_EVERY_S: Final = 0.2
 
 # As vLLM itself chooses: a CPU engine does not schedule ahead of its outputs.
@@ -96,6 +100,7 @@ class ResponseCollector(_Base):
         self._core = _constructing_core()
         self._core.millrace_abandon = self.abandon  # clients call methods of the core, by name
         self._core.millrace_adapters = self.adapters
+        self._core.millrace_bound = self.bound
         self._core.millrace_end_adapters = self.end_adapters
         self._core.millrace_keep_adapters = self.keep_adapters
         self._past_adapters = self._past_before = 0
@@ -130,6 +135,12 @@ class ResponseCollector(_Base):
         parameters = request.sampling_params
         if parameters is not None and parameters.extra_args and MARK in parameters.extra_args:
             self._collected[request.request_id] = _Collected(streams=parameters.extra_args[MARK] == STREAM)
+        if (label := _load_of(request)) is not None and label != self._seen_version:
+            self._end_unloaded(request)
+
+    def bound(self) -> int:
+        """How many requests are there that no other weights may answer than those that they name."""
+        return sum(_load_of(request) is not None for request in self.requests.values())
 
     def adapters(self) -> list[int]:
         """The numbers of the adapters that requests are answered with."""
@@ -165,8 +176,17 @@ class ResponseCollector(_Base):
         """As vLLM's; a marked request that is aborted hands over what it has, with the next step."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         if finished_status == RequestStatus.FINISHED_ABORTED:
-            self._cut_off += [request for request in finished if request.request_id in self._collected]
+            self._cut_off += [
+                request
+                for request in finished
+                if request.request_id in self._collected or request.stop_reason == UNLOADED
+            ]
         return finished
+
+    def _end_unloaded(self, request: Request) -> None:
+        """End a request whose weights are gone; its process hears of it with the next step."""
+        request.stop_reason = UNLOADED
+        self.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -183,9 +203,12 @@ class ResponseCollector(_Base):
                 outputs.outputs = [output for output in outputs.outputs if self._passes(output, version)]
         for request in self._cut_off:
             collected = self._collected.pop(request.request_id, None)
-            if collected is not None:
-                output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
-                collected.attach_to(output)
+            if collected is not None or request.stop_reason == UNLOADED:
+                output = EngineCoreOutput(
+                    request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=request.stop_reason
+                )
+                if collected is not None:
+                    collected.attach_to(output)
                 by_client.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         self._cut_off.clear()
         return {
@@ -218,9 +241,11 @@ class ResponseCollector(_Base):
             self._without_adapter.clear()
             self._past_loads |= self._loads
             self._loads.clear()
-            for request in self.requests.values():
+            for request in list(self.requests.values()):
                 if request.status != RequestStatus.RUNNING:
                     request.skip_reading_prefix_cache = True
+                if (label := _load_of(request)) is not None and label != version:
+                    self._end_unloaded(request)
 
     def _passes(self, output: EngineCoreOutput, version: str) -> bool:
         collected = self._collected.get(output.request_id)
@@ -239,6 +264,15 @@ class ResponseCollector(_Base):
     def _version(self) -> str:
         """The label that the engine gives to this step's tokens."""
         return str(self._core.get_weight_version())
+
+
+def _load_of(request: Request) -> str | None:
+    """The label of the weights that alone may answer a request, if there is one."""
+    parameters = request.sampling_params
+    if parameters is None or not parameters.extra_args:
+        return None
+    label: str | None = parameters.extra_args.get(OF_LOAD)
+    return label
 
 
 def _constructing_core() -> EngineCore:

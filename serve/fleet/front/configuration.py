@@ -4,11 +4,12 @@ A request passes two frontends. ``clients`` takes the connections of clients, an
 HAProxy's own, each request on a new one: when a server ends before it has answered, HAProxy answers the first request
 of a connection with an error, and closes the connection of any later one without a word.
 
-What is no HTTP request, and a head that is too long, get HAProxy's own page with 400, and a head that does not come in
-time gets nothing. All other errors have the form of our own.
+What HAProxy can't parse gets the one page that it has for that, with 400 or 422, whatever is configured: what is no
+HTTP request, a head of more than ``_PARSED_BYTES`` or ``_HEADERS`` lines. A head that does not come in time gets
+nothing. All other errors have the form of our own.
 
-Each replica has its place by its name's number, with a socket that is there while it listens; what is not there, or
-says that it is not ready, gets nothing. Where none is ready, any that listens can still say why (``unready``).
+Each replica takes a place, with a socket that is there while it listens; what is not there, or says that it is not
+ready, gets nothing. Where none is ready, any that listens can still say why (``unready``).
 ``routed`` has Ray Serve's proxy; while that is enabled, it gets all.
 """
 
@@ -20,6 +21,7 @@ from typing import Final
 
 import orjson
 
+from serve.config import FleetConfig
 from serve.fleet.assignment import HEADER
 from serve.http import OPENAI, Problem
 from serve.middleware.connections import CLIENT, HEAD_BYTES, HEAD_TIMEOUT_S, KEEP_ALIVE_S
@@ -36,12 +38,16 @@ IDLE_S: Final = 3600
 
 _AGAIN_S: Final = 2
 _HEADERS: Final = 1000  # lines of a head; the bytes are what bounds it
+_PARSED_BYTES: Final = 2 * HEAD_BYTES  # of a head that is refused in our form
 _REWRITE_BYTES: Final = 1024  # what HAProxy adds to a head
 _ENDED: Final = 502
 """HAProxy's status for a replica that ended with a request; ours is 503."""
+_TOO_LARGE: Final = 431
+"""Which HAProxy does not know, so that it is returned by a rule."""
 _ERRORS: Final = {
     400: Problem(400, "this is no HTTP request that can be read"),
     404: Problem(404, "there is no such path"),
+    _TOO_LARGE: Problem(_TOO_LARGE, f"a head may have {HEAD_BYTES} bytes"),
     500: Problem(500, "the request could not be handed on"),
     _ENDED: Problem(503, "the replica that had the request has ended; ask again", retry_after=_AGAIN_S),
     503: Problem(503, "no replica takes requests at the moment; ask again", retry_after=_AGAIN_S),
@@ -77,7 +83,7 @@ global
   nbthread {self.threads}
   maxconn {2 * self.connections}
   stats socket unix@{self.folder / ADMIN} mode 600 level admin
-  tune.bufsize {HEAD_BYTES + _REWRITE_BYTES}
+  tune.bufsize {_PARSED_BYTES + _REWRITE_BYTES}
   tune.maxrewrite {_REWRITE_BYTES}
   tune.http.maxhdr {_HEADERS}
 
@@ -109,6 +115,9 @@ defaults frontends from backends
 
 frontend clients from frontends
   bind fd@{self.descriptor} proto h1
+  http-request set-var(txn.line) url,length
+  acl is_too_large req.hdrs,length,add(txn.line) gt {HEAD_BYTES}
+  http-request return status {_TOO_LARGE} {self._body(_TOO_LARGE)} if is_too_large
   http-request set-header {CLIENT} "{self.secret} %[src] %[src_port]"
   http-request del-header {HEADER}
   http-request deny deny_status 400 if {{ path -m found }} !{{ path,url_dec -m found }}
@@ -152,10 +161,13 @@ backend routed from backends
         """The lines that give HAProxy's own errors our forms."""
         lines = []
         for status, problem in _ERRORS.items():
-            again = "" if problem.retry_after is None else f" hdr Retry-After {problem.retry_after:g}"
-            body = f"content-type application/problem+json lf-file {self._error(status)}"
-            lines.append(f"  http-error status {status} {body}{again}")
+            if status != _TOO_LARGE:
+                again = "" if problem.retry_after is None else f" hdr Retry-After {problem.retry_after:g}"
+                lines.append(f"  http-error status {status} {self._body(status)}{again}")
         return "\n".join(lines)
+
+    def _body(self, status: int) -> str:
+        return f"content-type application/problem+json lf-file {self._error(status)}"
 
     def _error(self, status: int) -> Path:
         return self.folder / f"{status}.json"
@@ -170,6 +182,11 @@ backend routed from backends
         return path
 
 
+def places_of(fleet: FleetConfig) -> int:
+    """How many replicas can listen at a time: those that end have their places beside those that replace them."""
+    return 2 * fleet.replicas + 2
+
+
 def socket_of(folder: Path, place: int) -> Path:
     """The socket of the replica that has a place."""
     return folder / str(place)
@@ -179,4 +196,4 @@ def _either(problem: Problem) -> str:
     """The text from which HAProxy makes a problem's body, in the form of the request's path."""
     forms = [orjson.dumps(form).decode().replace("%", "%%") for form in (problem.openai_body(), problem.body())]
     assert not any("'" in form or "\\" in form for form in forms)
-    return "%[var(txn.openai),iif('{}','{}')]".format(*forms)
+    return "%[var(txn.openai,0),iif('{}','{}')]".format(*forms)  # what is refused before any rule has no path

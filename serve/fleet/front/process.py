@@ -22,7 +22,7 @@ from typing import Final
 
 from feedback.processes.signals import stop_signals_blocked
 from serve.config import ServeConfig
-from serve.fleet.front.configuration import ADMIN, ROUTED, Configuration
+from serve.fleet.front.configuration import ADMIN, ROUTED, Configuration, places_of
 from serve.local_ray.cluster import FOLDER, LOOPBACK
 from serve.middleware.connections import connections_at_most
 
@@ -32,6 +32,9 @@ _SECRET: Final = "secret"
 _START_S: Final = 10.0
 _COMMAND_S: Final = 5.0
 _PAUSE_S: Final = 0.5  # between two tries to start it anew
+_BEAT_S: Final = 1.0  # between two questions whether it answers
+_ANSWER_S: Final = 2.0
+_MISSES: Final = 3  # after which it is killed
 _FILES: Final = 4  # of a request: both ends of both of its connections
 _FEWEST: Final = 64
 _MOST_THREADS: Final = 8
@@ -86,7 +89,7 @@ def started(config: ServeConfig, listener: socket.socket, *, by_content: bool) -
 
 
 class Front:
-    """An HAProxy in front of the replicas, and a thread that starts it anew if it dies."""
+    """An HAProxy in front of the replicas, and threads that start it anew if it dies, and kill it if it hangs."""
 
     def __init__(self, config: ServeConfig, listener: socket.socket, folder: Path, *, by_content: bool) -> None:
         """Start it. Raises OSError if there is none, or if it can't be started; nothing is left of it then."""
@@ -104,7 +107,7 @@ class Front:
         self._configuration = Configuration(
             folder,
             descriptor=listener.fileno(),
-            places=2 * config.fleet.replicas + 2,  # replicas that end have theirs beside those that replace them
+            places=places_of(config.fleet),
             proxy=self.proxy_port,
             connections=max(_FEWEST, connections_at_most() // _FILES),
             timeout_s=config.limits.timeout_s + 30,
@@ -121,8 +124,12 @@ class Front:
             self._kept.close()
             raise
         self._taken: bool | None = by_content
-        self._watcher = threading.Thread(target=self._watch, name="front", daemon=True)
-        self._watcher.start()
+        self._threads = [
+            threading.Thread(target=work, name=name, daemon=True)
+            for name, work in (("front", self._watch), ("front's pulse", self._beat))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def route(self, by_content: bool) -> None:
         """Have requests go through Ray Serve's proxy, which sees what is in them, or straight to any replica.
@@ -155,7 +162,8 @@ class Front:
         with self._lock:
             self._listener.close()
             self._process.kill()
-        self._watcher.join()
+        for thread in self._threads:
+            thread.join()
         self._kept.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -200,10 +208,28 @@ class Front:
                     log.error("%s", error)
             self._ending.wait(_PAUSE_S)
 
-    def _command(self, command: str) -> str:
+    def _beat(self) -> None:
+        """Until the end: kill it when it does not answer any more, for ``_watch`` to start another one.
+
+        It is asked on its own socket, which has room whatever clients do.
+        """
+        asked, misses = self._process, 0
+        while not self._ending.wait(_BEAT_S):
+            if asked is not self._process:
+                asked, misses = self._process, 0
+            try:
+                self._command("show info", _ANSWER_S)
+                misses = 0
+            except OSError:
+                misses += 1
+            if misses == _MISSES and asked.poll() is None and not self._ending.is_set():
+                log.error("HAProxy, which takes the fleet's requests, does not answer: it is killed")
+                asked.kill()
+
+    def _command(self, command: str, timeout_s: float = _COMMAND_S) -> str:
         """HAProxy's answer to a command. Raises OSError, FrontError if it answers one that changes something."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as admin:
-            admin.settimeout(_COMMAND_S)
+            admin.settimeout(timeout_s)
             admin.connect(str(self._configuration.folder / ADMIN))
             admin.sendall(f"{command}\n".encode())
             answer = b"".join(iter(lambda: admin.recv(65536), b"")).decode(errors="replace").strip()

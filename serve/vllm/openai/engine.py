@@ -20,7 +20,7 @@ from serve.generation.request import Generation, GenerationProgress, nothing_was
 from serve.http import Problem, field_problem
 from serve.recorded_request import RecordedPrompt
 from serve.vllm.boot import request_errors, spans_of
-from serve.vllm.engine import Engine, note_first_token
+from serve.vllm.engine import Answering, Engine, note_first_token
 from serve.vllm.openai.request import Interrupted, OpenAIRequest, current
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ class OpenAISource:
         self._params = params
         self._request_id = request_id
         self._reasoning = reasoning
-        self._answering = engine.answering(version)
+        self._version = version
+        self._answering: Answering  # from when it is sent on
 
     async def whole(self) -> Generation:
         """The responses at once. Raises EngineRefused, EngineError."""
@@ -184,8 +185,10 @@ class OpenAISource:
 
     async def _submit(self) -> RequestOutputCollector:
         engine, own_salt = self._engine, self._prompt.get("cache_salt")
-        llm, answering = engine.llm, self._answering
+        llm, answering = engine.llm, engine.answering(self._version)
+        self._answering = answering
         self._request_logprobs()
+        engine.bind(self._params, answering)
         self._prompt["cache_salt"] = answering.salt if own_salt is None else f"{answering.salt}.{own_salt}"
         engine.requests.add(self._request_id)
         try:
@@ -216,9 +219,11 @@ class OpenAISource:
 
     async def _next(self, queue: RequestOutputCollector) -> RequestOutput:
         try:
-            return queue.get_nowait() or await queue.get()
+            output = queue.get_nowait() or await queue.get()
         except EngineDeadError as error:
             raise EngineDead("the engine's process has died") from error
         except Exception as error:
             log.error("request %s failed", self._request_id, exc_info=error)
             raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+        self._engine.require_answered(output, self._answering)
+        return output

@@ -37,6 +37,7 @@ from evaluation.results import Sample
 from evaluation.suites.held_out import HeldOut, position
 from feedback.ingest.seal import seal
 from feedback.journal.writer import Journal
+from loadtests.event_lines import read_lines
 from serve.app import create_app
 from serve.middleware.api_keys import create_key, read_keys, revoke_key
 from serve.observability.audit import AuditLog
@@ -127,7 +128,7 @@ def test_no_key_a_wrong_one_and_one_that_may_not_read_get_no_session(site: Site,
 def test_a_revoked_key_ends_the_session_and_the_live_page_at_once(site: Site) -> None:
     key_id = site.make_key("leaver", "read")
     with site.client("leaver") as client, client.stream("GET", "/console/live") as live:
-        lines = live.iter_lines()
+        lines = read_lines(live)
         assert next(lines).startswith("data: {")
         revoke_key(site.keys, key_id)
         assert "event: ended" in list(lines)  # and the stream is over
@@ -494,7 +495,7 @@ def test_a_response_is_shown_with_each_token_coloured_by_policy_and_likelihood(s
 
 def test_the_live_page_sends_its_parts_and_charts(site: Site) -> None:
     with site.client("ann") as client, client.stream("GET", "/console/live") as live:
-        first = next(live.iter_lines())
+        first = next(read_lines(live))
         assert "Policy 1" in first
         assert '"charts"' in first
 

@@ -16,6 +16,7 @@ from deploy.config import root
 from deploy.config.root import Settings, child_environment
 from deploy.loop import records
 from deploy.supervise.children import millrace
+from loadtests.event_lines import read_lines
 from tests.paths import ROOT
 from tests.train.job_home import make_home
 from tests.trees import exposed, left_of, send_to_all, tree
@@ -118,7 +119,7 @@ def test_sigterm_to_all_of_up_ends_its_requests_and_its_cycle_in_order(
         until_it_trains(home, "cycle-000001", process, log)
         request = {"prompt": "tail ab>", "max_tokens": 50, "stream": True}
         with httpx.stream("POST", f"{home.server_url}/generate", json=request, timeout=120) as answer:
-            lines = answer.iter_lines()
+            lines = read_lines(answer)
             first = next(lines)
             processes = tree(process.pid)
             assert exposed(processes) == {}

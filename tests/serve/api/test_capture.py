@@ -13,6 +13,7 @@ import pytest
 from feedback.config import LakeConfig
 from feedback.ingest.seal import seal
 from feedback.lake.tables import Lake
+from loadtests.event_lines import read_lines
 from serve.middleware.api_keys import create_key
 from serve.policies.store import PolicyStore
 from tests.serve.api.test_both_apis import HI, texts
@@ -207,7 +208,7 @@ def test_a_server_that_is_killed_in_a_stream_leaves_no_text_of_the_response(capt
     body = {"prompt": "a prompt", "user": "user killed", "stream": True, "max_tokens": 200}
     headers = {"X-API-Key": capturing.keys["open"]}
     with httpx.stream("POST", f"{capturing.live.url}/generate", json=body, headers=headers, timeout=60) as answer:
-        next(answer.iter_lines())
+        next(read_lines(answer))
         capturing.live.process.kill()
         capturing.live.process.wait(180)
     seal(Lake(str(capturing.live.home / "lake"), LakeConfig()), capturing.live.home / "journal")

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from deploy.cli import run
+from loadtests.event_lines import read_lines
 from tests.serve.api.test_both_apis import PROMPTS, post, texts
 from tests.serve.conftest import LiveServer
 
@@ -91,7 +92,7 @@ def test_a_client_that_leaves_a_stream_that_is_not_to_be_stored_leaves_no_row(se
     before = counted(server, aborted)
     request = body("/generate", "left early", store=False, stream=True, max_tokens=100)
     with httpx.stream("POST", f"{server.url}/generate", json=request, timeout=60) as answer:
-        next(answer.iter_lines())
+        next(read_lines(answer))
     deadline = time.monotonic() + 180
     while counted(server, aborted) == before:
         assert time.monotonic() < deadline, "the response was not aborted"

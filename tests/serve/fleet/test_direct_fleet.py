@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from loadtests.event_lines import lines_of
 from serve.config import ServeConfig
 from serve.fleet.router import in_share
 from serve.middleware.api_keys import create_key
@@ -127,7 +128,7 @@ async def test_requests_are_answered_by_both_replicas_while_ray_serves_proxy_sta
             text = (await client.get("/metrics")).text
             stream = {"prompt": "stream", "max_tokens": 40, "stream": True}
             async with client.stream("POST", "/generate", json=stream) as response:
-                events = [line async for line in response.aiter_lines() if line.startswith("event:")]
+                events = [line async for line in lines_of(response) if line.startswith("event:")]
     finally:
         for proxy in proxies:
             proxy.resume()

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from loadtests.event_lines import lines_of
 from serve.config import ServeConfig
 from serve.fleet.router import in_share
 from serve.middleware.api_keys import create_key
@@ -266,7 +267,7 @@ async def test_a_proxys_connections_are_bounded_as_a_servers_are(fleet: LiveServ
 async def test_an_answer_streams_through_and_an_error_is_the_replicas_own(fleet_client: httpx.AsyncClient) -> None:
     body = {"prompt": "stream", "max_tokens": 40, "stream": True, "seed": 1}
     async with fleet_client.stream("POST", "/generate", json=body) as response:
-        events = [line async for line in response.aiter_lines() if line.startswith("event:")]
+        events = [line async for line in lines_of(response) if line.startswith("event:")]
     assert events[-1] == "event: done"
     assert len(events) > 2
     refused = await ask(fleet_client, max_tokens=0)

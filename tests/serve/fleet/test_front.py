@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from serve.config import ServeConfig
 from serve.fleet.assignment import HEADER
 from serve.fleet.front import process
+from serve.fleet.front.configuration import places_of
 from serve.fleet.front.listener import Listener
 from serve.fleet.front.process import Front, FrontError
 from serve.local_ray.cluster import FOLDER, environment
@@ -115,7 +116,7 @@ def front_of(config: ServeConfig, *, by_content: bool = False) -> Iterator[tuple
 async def listening(app: Application, config: ServeConfig, place: int) -> AsyncIterator[Listener]:
     found = process.folder_of_front()
     assert found is not None
-    listener = Listener(app, config, found, place, lambda: app.unready)
+    listener = Listener(app, config, found, [place], lambda: app.unready)
     await listener.start()
     try:
         yield listener
@@ -188,7 +189,20 @@ async def test_what_no_replica_can_answer_is_answered_in_the_form_of_its_path(
             for broken in (b"/-/x%zz", b"/%2d/x%"):
                 url_of = httpx.URL(url).copy_with(raw_path=broken)
                 assert (await client.get(url_of)).status_code == 400
-        for sent in (b"NOTHING\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * (HEAD_BYTES + 2000)):
+            for path, kind in (("/generate", "application/problem+json"), ("/v1/models", "application/json")):
+                for query, header in (("", HEAD_BYTES), ("", HEAD_BYTES * 3 // 2), ("a" * 60_000, HEAD_BYTES - 50_000)):
+                    headers = {"X-Long": "a" * header, "X-Request-Id": "mine"}
+                    answer = await client.get(f"{path}?{query}", headers=headers)
+                    assert (answer.status_code, answer.headers["content-type"]) == (431, kind)
+                    assert (answer.headers["x-request-id"], str(HEAD_BYTES) in answer.text) == ("mine", True)
+        async with asyncio.timeout(30):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            writer.write(b"PRI /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+        assert b"content-type: application/problem+json" in head
+        assert json.loads(body)["status"] == 400
+        for sent in (b"NOTHING\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * (HEAD_BYTES * 2 + 2000)):
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
             writer.write(sent)
             answered = await asyncio.wait_for(reader.read(), 30)
@@ -409,6 +423,45 @@ async def test_its_end_answers_what_is_at_work_takes_no_more_and_leaves_nothing(
     assert not child.is_running()
 
 
+async def test_an_haproxy_that_hangs_is_killed_and_started_anew(
+    config: ServeConfig, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_BEAT_S", 0.1)
+    monkeypatch.setattr(process, "_ANSWER_S", 0.3)
+    with front_of(config) as (front, url):
+        async with listening(Application("direct"), config, 0):
+            await until_answered(url, by="direct")
+            await asyncio.sleep(1)  # one that answers is left alone
+            assert "does not answer" not in caplog.text
+            hangs = front._process
+            hangs.send_signal(signal.SIGSTOP)
+            await until(lambda: front._process is not hangs)
+            await until_answered(url, by="direct")
+    assert "does not answer: it is killed" in caplog.text
+    assert hangs.returncode == -signal.SIGKILL
+
+
+async def test_a_replica_for_which_there_is_no_place_waits_for_one_and_says_so(
+    config: ServeConfig, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with front_of(config) as (_, url):
+        path = process.folder_of_front()
+        assert path is not None
+        late, never = (Application(name) for name in ("late", "never"))
+        waiting = [Listener(app, config, path, range(places_of(config.fleet)), lambda: None) for app in (late, never)]
+        async with AsyncExitStack() as others:
+            for place in range(places_of(config.fleet)):
+                await others.enter_async_context(listening(Application("other"), config, place))
+            for listener in waiting:
+                await listener.start()
+            await until_answered(url, by="other")
+            assert [listener.dead() for listener in waiting] == [None, None]
+            await waiting.pop().close(at_once=False)
+        assert caplog.text.count("gets no requests before one of the 6 places at the front is free") == 2
+        await until_answered(url, by="late")
+        await waiting.pop().close(at_once=True)
+
+
 async def test_its_end_cuts_off_what_does_not_end(config: ServeConfig, folder: Path) -> None:
     app = Application()
     with front_of(config) as (front, url):
@@ -428,9 +481,9 @@ def test_a_signal_while_it_starts_leaves_no_haproxy_behind(
 ) -> None:
     command = Front._command
 
-    def signalled(front: Front, what: str) -> str:
+    def signalled(front: Front, *what: Any) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
-        return command(front, what)
+        return command(front, *what)
 
     def stop(*_: object) -> None:
         raise SystemExit

@@ -236,6 +236,26 @@ def test_requests_go_by_their_content_from_before_a_canary_serves_until_all_repl
     assert switched == [(True, [1, 1, 1]), (False, [1, 1, 1] if fails else [2, 2, 2])]
 
 
+def test_a_canary_that_leaves_without_going_back_gets_no_request_that_is_not_routed(fleet: Fleet) -> None:
+    assert fleet.controller is not None
+    routed: list[bool] = []
+    fleet.controller.route = routed.append
+    fleet.promote(2)
+    while 2 not in fleet.versions:
+        fleet.run(1)
+    (canary,) = (replica for replica in fleet.replicas if replica.report.version == 2)
+    fleet.replicas.remove(canary)
+    write_report(fleet.folder, replace(canary.report, state="stopping"))
+    fleet.run(10)
+    state = fleet.record.read()
+    assert state is not None
+    assert (state.phase, state.serving.version) == ("settled", 1)
+    assert routed[-1]
+    canary.die()
+    fleet.run(1)
+    assert not routed[-1]
+
+
 def test_no_canary_serves_while_requests_can_not_be_routed_by_their_content(fleet: Fleet) -> None:
     assert fleet.controller is not None
 

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from loadtests.event_lines import lines_of
 from serve.policies.store import PolicyStore
 from tests.serve.conftest import LiveServer, start_server
 from tests.trees import exposed, left_of, send_to_all, tree
@@ -45,7 +46,7 @@ async def test_a_signal_to_every_process_at_once_cuts_off_nothing(live: LiveServ
     async def ask(client: httpx.AsyncClient, n: int) -> list[str]:
         body: dict[str, Any] = {"prompt": "hello", "max_tokens": 240, "n": n, "stream": True, "user": "last"}
         async with client.stream("POST", "/generate", json=body) as answer:
-            lines = answer.aiter_lines()
+            lines = lines_of(answer)
             events = [await anext(lines)]
             at_work.release()
             return [line for line in events + [line async for line in lines] if line.startswith("event:")]

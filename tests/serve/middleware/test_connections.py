@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -114,6 +115,16 @@ async def test_a_head_without_an_end_is_refused(port: int) -> None:
     answer = await exchange(port, HEAD, b"X-Long: ", *[b"a" * 10_000] * 8, pause=0.01)
     assert answer.startswith(b"HTTP/1.1 431 ")
     assert str(HEAD_BYTES).encode() in answer
+
+
+@pytest.mark.parametrize(
+    "sent", [b"FOO / HTTP/1.1\r\nHost: x\r\n\r\n", b"GET there HTTP/1.1\r\nHost: x\r\n\r\n", b"\0\r\n\r\n"]
+)
+async def test_what_is_no_http_request_is_refused_in_our_form(port: int, sent: bytes) -> None:
+    head, _, body = (await exchange(port, sent)).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/problem+json" in head
+    assert json.loads(body)["status"] == 400
 
 
 async def test_a_head_in_pieces_and_a_body_larger_than_a_head_may_be_are_taken(port: int) -> None:

@@ -19,8 +19,8 @@ from serve.config import RetentionConfig
 from serve.policies.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, rank_of, stack
 from serve.policies.folder import PolicyCorrupt, PolicyError, PolicyInvalid, WrittenFile, sha256_file
 from serve.policies.retention import Kept
-from serve.policies.store import Policy, PolicyPruned, PolicyStore
-from serve.policies.whole_policies import MERGED, base_of, whole
+from serve.policies.store import MERGED, UNPUBLISHED, Policy, PolicyPruned, PolicyStore
+from serve.policies.whole_policies import base_of, whole
 from serve.swap.verification import read
 from tests.serve.adapter_policies import make_adapter
 
@@ -174,6 +174,34 @@ def test_a_base_keeps_its_weights_while_an_adapter_needs_them(store: PolicyStore
     assert not (store.root / MERGED / adapter.path.name).exists()
     with pytest.raises(PolicyPruned):
         whole(store.get(2))
+
+
+def test_of_a_policy_that_is_withdrawn_nothing_is_left_whatever_is_damaged_beside_it(
+    store: PolicyStore, base: Policy, tmp_path: Path
+) -> None:
+    adapter = published(store, base, tmp_path / "adapter", seed=1)
+    damaged = store.publish(make_model_folder(tmp_path / "other", 2), parent=None, lineage={}, metrics={})
+    (damaged.path / "policy.json").write_text("{")
+    made = whole(adapter).path
+    killed = made.with_name(f".{made.name}-of-a-killed-process")
+    killed.mkdir()
+    with pytest.raises(PolicyError, match="policy 2 is an adapter of policy 1: withdraw that first"):
+        store.withdraw(1)
+    store.withdraw(2)
+    assert [path.name for path in made.parent.iterdir()] == [".lock"]
+    store.withdraw(1)
+    assert store.versions() == [damaged.version]
+
+
+def test_the_next_publish_goes_on_with_a_withdrawal_that_was_killed(
+    store: PolicyStore, base: Policy, tmp_path: Path
+) -> None:
+    adapter = published(store, base, tmp_path / "adapter", seed=1)
+    made = whole(adapter).path
+    adapter.path.rename(store.root / f"{UNPUBLISHED}killed")
+    store.publish(base.path, parent=None, lineage={}, metrics={})
+    assert [path.name for path in made.parent.iterdir()] == [".lock"]
+    assert not list(store.root.glob(f"{UNPUBLISHED}*"))
 
 
 def test_an_adapter_of_another_policy_than_it_was_made_of_is_refused(

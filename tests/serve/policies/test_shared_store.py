@@ -33,7 +33,7 @@ from serve.policies.open_store import open_store
 from serve.policies.retention import Kept
 from serve.policies.shared import SharedPolicyStore
 from serve.policies.shared_records import RECORDS, unreferenced
-from serve.policies.store import PolicyCorrupt, PolicyError, PolicyPruned, PolicyStore, StalePointer
+from serve.policies.store import MERGED, PolicyCorrupt, PolicyError, PolicyPruned, PolicyStore, StalePointer
 from serve.policies.whole_policies import whole
 from serve.swap.verification import verify
 from tests.object_store import serving
@@ -159,6 +159,11 @@ def test_an_adapter_brings_the_weights_that_it_is_of_to_another_machine(machine:
         assert a.prune(base.version, "test", dict) is None, "this machine holds it, and keeps its copy"
     with pytest.raises(PolicyError, match=f"policy {adapter.version} is an adapter of policy {base.version}"):
         a.withdraw(base.version)
+    a.withdraw(adapter.version)
+    b._next_look = 0.0
+    assert b.versions() == [base.version]
+    for store in (a, b):
+        assert [path.name for path in (store.root / MERGED).iterdir()] == [".lock"]
 
 
 def _publish(config: PolicyStoreConfig, home: Path, count: int) -> None:

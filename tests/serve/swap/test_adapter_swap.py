@@ -18,7 +18,7 @@ from serve.generation.request import GenerationProgress
 from serve.policies import probe
 from serve.policies.store import Policy, PolicyStore
 from serve.policies.whole_policies import whole
-from serve.swap.swapper import Swapper
+from serve.swap.swapper import StaleWeights, Swapper
 from serve.vllm.engine import Engine, Generated, Generation, Sampling
 from tests.serve.adapter_policies import publish_adapter
 from tests.serve.conftest import reference_logprobs
@@ -306,18 +306,82 @@ async def test_a_tenants_policy_answers_nothing_before_it_has_proved_itself(
     require_of(await ask(swapper, "proved", version=4), policies[4])
 
 
-async def test_requests_of_tenants_end_before_other_weights_come(tenant: Swapper, policies: dict[int, Policy]) -> None:
-    swapper = tenant
+async def test_an_adapter_that_fails_its_proof_answers_nobody_nor_does_it_answer_its_tenants_any_more(
+    tenant: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapper, engine = tenant, tenant.engine
+
+    async def refuse(*_: object) -> str:
+        assert engine.version == 1, "it serves before it has proved itself"
+        raise StaleWeights("refused by the test")
+
+    for loaded in (False, True):
+        if loaded:
+            await swapper._load_for_tenants()
+        running = [asyncio.create_task(ask(swapper, f"long {i}", version=4, tokens=400)) for i in range(loaded)]
+        await asyncio.sleep(0.02)
+        with monkeypatch.context() as refusing:
+            refusing.setattr(swapper, "_prove", refuse)
+            for version in (4, 2):
+                done = await swap(swapper, version)
+                assert done.error is not None
+                assert "refused by the test" in done.error
+        assert engine.loaded.keys() == {1}
+        assert swapper._tenants_due()
+        with pytest.raises(EngineError, match="policy 4 is not loaded"):
+            await ask(swapper, "of a tenant", version=4)
+        for task in running:
+            require_of(await task, policies[4])
+    await asyncio.sleep(0.2)
+    for version in (2, 3, 2):  # it holds no place
+        await become(swapper, version)
     await swapper._load_for_tenants()
+    require_of(await ask(swapper, "proved anew", version=4), policies[4])
+
+
+@pytest.mark.parametrize(("own", "serves"), [(4, 1), (4, 4), (1, 1), (1, 2)])
+async def test_requests_of_tenants_end_before_other_weights_come(
+    tenant: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch, own: int, serves: int
+) -> None:
+    """Also where the policy that is a tenant's serves others too, or is the base."""
+    swapper = tenant
+    monkeypatch.setattr(swapper, "_of_tenants", frozenset({own}))
+    monkeypatch.setattr(swapper.engine, "_own", frozenset({own}))
+    await swapper._load_for_tenants()
+    await become(swapper, serves)
     prepared = await swapper.prepare(5)
-    waiting = [asyncio.create_task(ask(swapper, f"of a tenant {i}", version=4)) for i in range(300)]
+    waiting = [asyncio.create_task(ask(swapper, f"of a tenant {i}", version=own)) for i in range(300)]
+    others = [asyncio.create_task(ask(swapper, f"of another {i}")) for i in range(10)]
     await asyncio.sleep(0)  # more than the engine takes at once
     done = await swapper.commit(prepared, 0)
     assert done.ok, done.error
     for task in waiting:
-        assert (await task).policy_spans == [(0, 4)]
-    with pytest.raises(EngineError, match="policy 4 is not loaded"):
-        await ask(swapper, "late", version=4)
+        assert (await task).policy_spans == [(0, own)]
+    for task in others:
+        assert {version for _, version in (await task).policy_spans} <= {serves, 5}
+    with pytest.raises(EngineError, match=f"policy {own} is not loaded"):
+        await ask(swapper, "late", version=own)
+
+
+async def test_a_request_of_a_tenant_that_is_sent_too_late_for_its_policy_is_refused(
+    tenant: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapper, engine = tenant, tenant.engine
+    for way in (1, 4):  # beside the base, and as what serves
+        await swapper._load_for_tenants()
+        await become(swapper, way)
+        late = engine.answering(4)
+        await become(swapper, 5)
+        with monkeypatch.context() as captured:
+            captured.setattr(engine, "answering", lambda version=None, late=late: late)
+            for form in (Sampling(max_tokens=8), Sampling(n=2, max_tokens=8), Sampling(max_tokens=8, stop=("none",))):
+                with pytest.raises(EngineError, match="policy 4 is not loaded any more"):
+                    await asyncio.wait_for(engine.generate(f"late {way} {form}", PROMPT, form, 4), 60)
+                pieces = engine.stream(f"streams {way} {form}", PROMPT, form, GenerationProgress(form.n), 4)
+                with pytest.raises(EngineError, match="policy 4 is not loaded any more"):
+                    await asyncio.wait_for(anext(pieces), 60)  # type: ignore[arg-type]
+        require_of(await ask(swapper, f"five {way}"), policies[5])
+        await become(swapper, 1)
 
 
 async def test_an_adapter_that_nobody_waits_for_any_more_takes_no_place(

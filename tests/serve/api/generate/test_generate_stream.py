@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
+from loadtests.event_lines import read_lines
+
 
 def events(lines: Any) -> list[tuple[str, dict[str, Any]]]:
     """(event, data) of a stream of server-sent events."""
@@ -31,7 +33,7 @@ def streamed(url: str, **body: Any) -> list[tuple[str, dict[str, Any]]]:
     with httpx.stream("POST", f"{url}/generate", json={"stream": True} | body, timeout=60) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
-        return events(answer.iter_lines())
+        return events(read_lines(answer))
 
 
 def wait_for_row(server: Any, where: str) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def test_a_client_that_leaves_has_an_aborted_row_with_the_tokens_so_far(server):
         before = server.outcomes()
         body = {"prompt": "long", "max_tokens": 200, "stream": True, "metadata": {"who": f"leaver {attempt}"}}
         with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as answer:
-            assert next(line for line in answer.iter_lines() if line.startswith("data: "))
+            assert next(line for line in read_lines(answer) if line.startswith("data: "))
         row = wait_for_row(server, f"metadata['who'] = 'leaver {attempt}'")
         outcomes = outcomes_since(server, before)
         if row["status"] != "complete":
@@ -136,7 +138,7 @@ def test_a_request_that_is_answered_has_come_to_its_end_also_for_a_client_that_g
     before = server.outcomes()
     body = {"prompt": "short", "max_tokens": 4, "stream": stream}
     with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=60) as answer:
-        for line in answer.iter_lines():
+        for line in read_lines(answer):
             if line in ("event: done", "data: [DONE]"):
                 break
     wait_for_outcome(server, before, "complete")
@@ -159,7 +161,7 @@ def test_a_stream_whose_end_can_t_be_recorded_says_why_and_its_row_is_aborted_wi
     body = {"prompt": "long", "max_tokens": 200, "stream": True, "user": who, "temperature": 0.9, "seed": 5}
     before = server.outcomes()
     with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=60) as answer:
-        lines = answer.iter_lines()
+        lines = read_lines(answer)
         first = next(line for line in lines if line.startswith("data: "))
         with full_disk(server.process.pid):
             rest = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
