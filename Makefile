@@ -22,7 +22,8 @@ $(VENV)/.installed-$(LOCK): $(LOCK) pyproject.toml
 	touch $@
 
 # What tests need and a start should not wait for: transformers imports it wherever it is.
-setup-tests: $(VENV)/.installed-requirements-tests.txt   ## install what the tests need beside it
+setup-tests: $(VENV)/.installed-requirements-tests.txt   ## install what the tests need beside it, as root programs too
+	@sh tests/tools.sh
 
 $(VENV)/.installed-requirements-tests.txt: requirements-tests.txt | setup
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --requirement requirements-tests.txt

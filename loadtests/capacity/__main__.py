@@ -99,6 +99,7 @@ def load(
     command += ["--run-time", str(options.seconds), "--stop-timeout", str(STOP_S), "--shape", options.shape]
     command += ["--account", str(file), "--pace", str(options.pace), "--max-tokens", str(options.max_tokens)]
     command += ["--model", options.model, "--only-summary"]
+    command += ["--prompts", str(options.prompts)] if options.prompts else []
     print(f"{options.users} users ({options.profile}, {options.shape}) load {url} for {options.seconds} s", flush=True)
     users = subprocess.Popen(command)
     try:
@@ -144,6 +145,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--pace", type=float, default=1.0, help="seconds from an answer to the user's next request")
     parser.add_argument("--max-tokens", type=int, default=32, help="longest answer, in tokens")
     parser.add_argument("--model", default="millrace", help="the model's name in requests to /v1")
+    parser.add_argument("--prompts", type=Path, help="JSONL file of {prompt, answer}; without it, prompts are drawn")
     parser.add_argument("--p95", type=float, default=2.0, help="limit on the 95th percentile of answers, in seconds")
     parser.add_argument("--first-token", type=float, default=1.0, help="the same, to the first token of streams")
     parser.add_argument("--errors", type=float, help="limit on the share of requests that fail; 0.001, of a soak 0")
@@ -158,6 +160,8 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.users < 1 or options.seconds < 1:
         parser.error("--users and --seconds are at least 1")
+    if options.prompts and not options.prompts.is_file():
+        parser.error(f"--prompts: there is no file {options.prompts}")
     return options
 
 

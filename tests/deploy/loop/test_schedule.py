@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import subprocess
 import time
@@ -67,7 +68,9 @@ def test_a_cycle_that_was_killed_leaves_servers_no_candidate_to_prepare(
     stop(process, log)
 
 
-def test_it_ends_after_max_cycles(settings: Settings, tmp_path: Path) -> None:
+def test_it_ends_after_max_cycles_and_each_line_of_its_log_is_json_if_a_setting_says_so(
+    settings: Settings, tmp_path: Path
+) -> None:
     # Without a policy each cycle fails at once, which counts.
     log = tmp_path / "schedule.log"
     few = changed(
@@ -75,10 +78,20 @@ def test_it_ends_after_max_cycles(settings: Settings, tmp_path: Path) -> None:
         ("schedule.interval_seconds", "0.3"),
         ("schedule.first_after_seconds", "0"),
         ("schedule.max_cycles", "2"),
+        ("serve.log_format", "json"),
     )
+    began = datetime.now(UTC)
     assert start(few, log).wait(180) == 0, log.read_text()
     assert [record.status for record in records.load_all(few)] == ["failed", "failed"]
-    assert "schedule.max_cycles reached" in log.read_text()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    times = [datetime.fromisoformat(line["time"]) for line in lines]
+    assert all(began <= time <= datetime.now(UTC) for time in times)
+    own = [line["message"] for line in lines if line["logger"] == "millrace.schedule"]
+    assert own[0] == "schedule: every 0.3 s, first cycle in 0 s"
+    assert own[-1] == "schedule: 2 cycles done, schedule.max_cycles reached"
+    cycles = [line["message"] for line in lines if line["logger"] == "millrace.cycle"]  # its children
+    assert [message.partition(": no policy serves")[0] for message in cycles] == ["cycle 1: failed", "cycle 2: failed"]
+    assert len(own) + len(cycles) == len(lines)
 
 
 def test_a_crontab_line_that_is_none_is_refused() -> None:

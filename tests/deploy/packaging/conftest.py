@@ -24,10 +24,13 @@ from click.testing import CliRunner
 
 from deploy import cli
 from serve.api import admin
+from tests.deploy.packaging.definitions import definitions
 from tests.paths import ROOT
 
 DEPLOY = ROOT / "deploy"
 CRDS = yaml.safe_load(Path(__file__).with_name("crds.yaml").read_text())
+PUBLISHED = definitions(Path(folder) for folder in os.environ.get("CRDS", "").split(":") if folder)
+"""As test_definitions says; empty without that."""
 PATHS = {route.path for route in admin.router.routes}  # type: ignore[attr-defined]
 MILLRACE = re.compile(r"(?:^|\s)millrace((?: [^\s|;&'\"]+| \"\$\w+\")+)")
 
@@ -72,6 +75,8 @@ def check(manifest: Manifest) -> None:
         kubernetes_validate.validate(manifest, "1.37", strict=True)
         return
     jsonschema.validate(manifest, {**own, "$defs": CRDS["$defs"]})
+    if PUBLISHED:
+        jsonschema.Draft4Validator(PUBLISHED[manifest["kind"]]).validate(manifest)
     for template in templates(manifest):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": template["spec"]}
         kubernetes_validate.validate(pod, "1.37", strict=True)

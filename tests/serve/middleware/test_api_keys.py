@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import os
+import pwd
+import socket
 import stat
 import threading
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -18,6 +20,7 @@ from deploy.config.root import load
 from serve.config import LimitsConfig, ServeConfig
 from serve.middleware.api_keys import KeyFileError, create_key, id_of, local_file, read_keys, revoke_key
 from serve.middleware.keyring import Keyring, NeedsKeys, Refused, is_loopback, scope_of
+from serve.observability.audit import AuditLog
 
 
 @pytest.fixture
@@ -301,6 +304,34 @@ def test_the_command_shows_a_secret_once_lists_and_revokes(tmp_path: Path, capsy
     assert "revoked" in capsys.readouterr().out
     assert run(["keys", "revoke", "nobody", *home]) == 1
     assert "there is no key 'nobody'" in capsys.readouterr().err
+
+
+def test_the_audit_log_has_who_made_and_revoked_a_key_by_command_when_and_from_where_and_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, host = ["--home", str(tmp_path)], socket.gethostname()
+    began = datetime.now(UTC) - timedelta(milliseconds=1)  # of which the log has whole ones
+    who = f"{pwd.getpwuid(os.getuid()).pw_name}@{host}"
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    assert run(["keys", "create", "--name", "ci", "--tenant", "acme", "--scope", "admin", "--json", *home]) == 0
+    key = json.loads(capsys.readouterr().out)
+    monkeypatch.setenv("SSH_CONNECTION", "192.0.2.7 50000 192.0.2.1 22")
+    assert run(["keys", "revoke", key["secret"], *home]) == 0  # also by its secret
+    assert run(["keys", "revoke", "nobody", *home]) == 1
+    made, revoked, failed = AuditLog(tmp_path / "audit.jsonl").entries()
+    assert (made.action, made.subject) == ("keys.create", {"name": "ci", "scopes": ["admin"]})
+    assert (made.who, made.origin) == (who, f"a command on {host}")
+    assert (made.outcome, made.result) == ("done", {"key": key["id"], "tenant": "acme"})
+    assert (revoked.action, revoked.subject) == ("keys.revoke", {"key": key["id"]})
+    assert (revoked.who, revoked.origin) == (who, f"a command on {host}, from 192.0.2.7")
+    assert (revoked.outcome, revoked.result) == ("done", {"key": key["id"], "name": "ci"})
+    assert (failed.action, failed.subject) == ("keys.revoke", {"key": "nobody"})
+    assert (failed.outcome or "").startswith("failed: ")
+    assert began <= datetime.fromisoformat(made.at) <= datetime.fromisoformat(revoked.at) <= datetime.now(UTC)
+    assert key["secret"] not in (tmp_path / "audit.jsonl").read_text()
+    capsys.readouterr()
+    assert run(["audit", "--json", *home]) == 0
+    assert [one["action"] for one in json.loads(capsys.readouterr().out)] == ["keys.create", *["keys.revoke"] * 2]
 
 
 @pytest.mark.parametrize(
