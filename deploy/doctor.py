@@ -22,7 +22,7 @@ from typing import Final, Literal
 import psutil
 from packaging.requirements import Requirement
 
-from deploy import memory_check
+from deploy import devices, memory_check
 from deploy.config.root import ConfigError, Settings
 from serve.kv_cache import BATCH_SHARE, SERVER_SHARE, ContextRefused, KVCache, fit_engine, machine_memory
 from serve.policies.folder import safetensors_header
@@ -63,6 +63,7 @@ def examine(settings: Settings) -> list[Check]:
         _vllm,
         _devices,
         _memory,
+        _assignment,
         _plans,
         _context,
         _cores,
@@ -173,14 +174,32 @@ def _memory(settings: Settings) -> Iterable[Check]:
     yield _check("memory", memory.available >= needed, found, advice)
 
 
+def _assignment(settings: Settings) -> Iterable[Check]:
+    """Which devices serve, train and evaluate."""
+    try:
+        found = devices.required(settings)
+    except ConfigError as error:
+        yield Check("devices", "bad", str(error), "`millrace up` does not start: change the settings that it names")
+        return
+    if found is not None:
+        yield Check("devices", "ok", str(found))
+    elif settings.devices.use == "any" and not devices.computes_on_cpu():
+        advice = "set devices.use=auto, unless serve.engine.gpu_memory_utilization leaves room for training"
+        yield Check("devices", "warn", "the server, training and evaluation all have all of them", advice)
+
+
 def _plans(settings: Settings) -> Iterable[Check]:
     """What the planner predicts of the server and of each stage that trains a policy, on this machine."""
     if (policy := _serving_folder(settings)) is None:
         return
-    plans = {"plan of serve": memory_check.server(settings, policy)}
+    try:
+        assignment = devices.required(settings)
+    except ConfigError:  # which is a line of its own
+        assignment = None
+    plans = {"plan of serve": memory_check.server(settings, policy, assignment)}
     for stage in settings.cycle.stages:
         if stage.stage == "train":
-            plans[f"plan of {stage.label}"] = memory_check.training(settings.of_stage(stage).train, policy)
+            plans[f"plan of {stage.label}"] = memory_check.training(settings.of_stage(stage).train, policy, assignment)
     for name, plan in plans.items():
         level = _LEVELS[plan.level]
         found = {"fits": "", "unplanned": "not planned: "}.get(plan.level, "does not fit: ") + plan.found

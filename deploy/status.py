@@ -161,9 +161,9 @@ def _server(settings: Settings, status: Status) -> None:
     status.server = {"url": settings.server_url, "ready": unready is None, "unready": unready}
     status.server |= {
         name: body.get(name)
-        for name in ("version", "since", "generation", "replica", "failed", "experiment", "replicas")
+        for name in ("version", "since", "generation", "replica", "failed", "experiment", "replicas", "sleep")
     }
-    if unready is not None:
+    if unready is not None and not _sleeps(status.server):
         status.wrong(f"the server takes no requests: {unready}", f"see {settings.path(settings.up.logs) / 'serve.log'}")
     pointer = settings.policy_store().serving()
     if pointer is not None:
@@ -333,11 +333,17 @@ def lines(status: Status) -> Iterator[tuple[str, str]]:
         yield "wrong", "nothing"
 
 
+def _sleeps(server: dict[str, Any]) -> bool:
+    return (server.get("sleep") or {}).get("state", "awake") != "awake"
+
+
 def _server_line(status: Status) -> str:
     server = status.server
     if server is None:
         return "does not answer"
     ready = "ready" if server["ready"] else f"not ready: {server['unready']}"
+    if _sleeps(server):
+        ready = f"{server['sleep']['state']}, for {', '.join(server['sleep']['holders'])}"
     return f"{server['url']} serves policy {server['version']} since {_at(server['since'])}, {ready}"
 
 

@@ -9,7 +9,7 @@ import errno
 import time
 from collections.abc import Callable
 
-from deploy import initialise, memory_check
+from deploy import devices, initialise, memory_check
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import preflight
 from deploy.loop.cycle import LOCK_WAIT_S
@@ -55,7 +55,10 @@ def up(
     lock.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock, LOCK_WAIT_S, busy=UpFailed(f"another `millrace up` runs in {settings.home}")):
         _require_free_port(settings)
+        assignment = devices.required(settings)
         memory_check.require_server(settings, None, lambda _: None)  # the server itself prints what is no error
+        if assignment is not None:
+            say("up", f"devices: {assignment}")
         if list_switches:
             for line in switches(settings):
                 say("up", line)

@@ -1,10 +1,15 @@
-"""Whether a request may begin: room in the engine and the journal, and tokens in its key's rate limit."""
+"""Whether a request may begin: room in the engine and the journal, and tokens in its key's rate limit.
+
+While the server sleeps it waits.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import mmap
+import time
 from collections.abc import Callable, Iterator, MutableSequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +23,8 @@ from serve.middleware.rate_limits import Limiter
 _RETRY_AFTER_S: Final = 5.0
 _NEARLY_FULL: Final = 0.8  # of the journal's queue: past it, new rows may find no room
 _COUNT_BYTES: Final = 8
+_ASLEEP_RETRY_S: Final = 30.0
+_ASLEEP_POLL_S: Final = 0.5
 
 
 class ActiveRequests:
@@ -70,6 +77,50 @@ class Admission:
         self._journal = journal
         self._unready = unready
         self._active = active or ActiveRequests()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._waiting = 0
+
+    @property
+    def active(self) -> int:
+        """Requests at work."""
+        return self._active.total()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait until the server is awake."""
+        return self._waiting
+
+    def close(self) -> None:
+        """Let no request begin before ``open``: they wait."""
+        self._awake.clear()
+
+    def open(self) -> None:
+        """Let requests begin, those too that wait."""
+        self._awake.set()
+
+    async def wait_until_awake(self) -> None:
+        """Return at once unless the server sleeps, and else when it is awake. Call ``admit`` without waiting between.
+
+        Raises Problem 503 if that takes longer than ``serve.sleep.wait_s``, or too many wait already.
+        """
+        sleep = self._config.sleep
+        if self._awake.is_set():
+            return
+        if self._waiting >= sleep.waiting_requests:
+            raise Problem(503, f"the server sleeps, and {self._waiting} requests wait", retry_after=_ASLEEP_RETRY_S)
+        until = time.monotonic() + sleep.wait_s
+        self._waiting += 1
+        try:
+            while not self._awake.is_set() and (left := until - time.monotonic()) > 0:
+                if reason := self._unready():
+                    raise Problem(503, reason, retry_after=_RETRY_AFTER_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._awake.wait(), min(left, _ASLEEP_POLL_S))
+        finally:
+            self._waiting -= 1
+        if not self._awake.is_set():
+            raise Problem(503, f"the server sleeps, and did for {sleep.wait_s:g} s", retry_after=_ASLEEP_RETRY_S)
 
     @contextmanager
     def admit(self) -> Iterator[None]:

@@ -173,6 +173,31 @@ class SwapConfig(Section):
     hold_timeout_s: float = Field(120, gt=0, description="Give up a step of a swap, engine held, after this long.")
 
 
+class SleepConfig(Section):
+    """A server that sleeps: another program has its devices for a while, and requests wait."""
+
+    allowed: bool | None = Field(
+        None,
+        description="Whether the server may be asked to sleep (POST /sleep); on a GPU its engine is then started with "
+        "vLLM's sleep mode, in which it can give its memory back. None: where `devices` are used in turns.",
+    )
+    drain_timeout_s: float = Field(
+        30,
+        gt=0,
+        description="How long requests at work may take to end before it sleeps; what takes longer is aborted, with "
+        "the tokens so far on record.",
+    )
+    wait_s: float = Field(
+        20, ge=0, description="How long a request waits for a server that sleeps, before it gets 503 with Retry-After."
+    )
+    waiting_requests: int = Field(
+        256, ge=0, description="Requests that may wait so at once; further ones get 503 with Retry-After."
+    )
+    timeout_s: float = Field(
+        120, gt=0, description="How long the engine may take to give its memory back, or to get it again (seconds)."
+    )
+
+
 def _network(value: str) -> str:
     try:
         ipaddress.ip_network(value)
@@ -502,6 +527,9 @@ class ServeConfig(Section):
     drain_timeout_s: float = Field(20, ge=0, description="When stopping, wait this long for requests at work.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="vLLM.")
     swap: SwapConfig = Field(default_factory=SwapConfig, description="Following the serving pointer.")
+    sleep: SleepConfig = Field(
+        default_factory=SleepConfig, description="Sleeping, while training has the server's devices."
+    )
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one request may ask for.")
     retention: RetentionConfig = Field(
         default_factory=RetentionConfig, description="Which policies keep their weights."
@@ -524,8 +552,19 @@ class ServeConfig(Section):
         self.require_one_engine()
         return self
 
+    @property
+    def never_sleeps(self) -> str | None:
+        """Why such a server can't sleep, and what would; None if it can."""
+        if not self.fleet.is_one:
+            return "a fleet's replicas don't sleep: have one server (fleet.replicas=1, without fleet.ray_address)"
+        if self.api_processes > 1:
+            return f"with api_processes={self.api_processes} requests have several ways in: leave api_processes out"
+        return None
+
     def require_one_engine(self) -> None:
-        """Raises ValueError for several API processes before anything else than one engine."""
+        """Raises ValueError for several API processes before anything else than one engine, or what never sleeps."""
+        if self.sleep.allowed and (why := self.never_sleeps):
+            raise ValueError(f"sleep.allowed: {why}")
         if self.api_processes == 1:
             return
         if not self.fleet.is_one:

@@ -24,6 +24,7 @@ from serve.engine import EngineError
 from serve.policies.experiments import Assignment, Experiment, Turn
 from serve.policies.open_store import open_store
 from serve.reading.sessions import Sessions
+from serve.swap.sleep import Sleeper
 from serve.swap.swapper import DesiredState, Swap, Swapper
 from serve.vllm.engine import Engine, EngineClient
 
@@ -94,7 +95,8 @@ class Server(ApiProcess):
         super().__init__(
             config,
             feedback_config,
-            engine or Engine(config.engine, config.swap, replicas_here(config.fleet)),
+            engine
+            or Engine(config.engine, config.swap, replicas_here(config.fleet), sleeps=bool(config.sleep.allowed)),
             config.replica_name,
             ledger=self.ledger,
             active=None if further is None else further.active,
@@ -110,6 +112,7 @@ class Server(ApiProcess):
             desired_state=desired_state,
             name=config.replica_name,
         )
+        self.sleeper = Sleeper(self.engine, self.swapper, self.admission, config.sleep)
         self.sessions = Sessions(self.lake, journal_folder, config.session_days)
         self.kinds = feedback_config.kinds
         self.fleet: Fleet | None = None
@@ -155,6 +158,7 @@ class Server(ApiProcess):
             raise
         if self.swapper.store.uri is not None:
             self.metrics.watch("policy_store", lambda: {"age_seconds": self.swapper.store.age})
+        self.metrics.watch("sleep", self._sleep_numbers)
         self.metrics.watch("swap", lambda: {"in_place": float(self.swapper.way["in_place"])})
         self.metrics.watch("keys", self.keyring.stats)
         self.metrics.watch("sealer", self.sealer.stats)
@@ -170,6 +174,7 @@ class Server(ApiProcess):
         """Stop the engine, write and seal what was recorded. May be called after a failed start."""
         await self.end_further()
         self._end_following()
+        await self.sleeper.close()
         await self.swapper.close()
         await self._close()
         await self.sessions.close()
@@ -213,8 +218,8 @@ class Server(ApiProcess):
         return self.swapper.beside
 
     def dead(self) -> str | None:
-        if self.swapper.broken:
-            return self.swapper.broken
+        if broken := self.swapper.broken or self.sleeper.broken:
+            return broken
         if self.journal.ended:
             return "the journal's thread has ended"
         return None if self.engine.healthy else "the engine's process has died"
@@ -272,6 +277,9 @@ class Server(ApiProcess):
             log.error("requests of API process %d go on in the engine until that ends: %s", client.index, error)
         else:
             log.warning("%d requests of API process %d were ended in the engine", ended, client.index)
+
+    def _sleep_numbers(self) -> dict[str, float]:
+        return {"asleep": float(self.sleeper.state != "awake"), "waiting": self.admission.waiting}
 
     def _observe_swap(self, swap: Swap) -> None:
         self.metrics.swaps.labels(ok=str(swap.ok).lower()).inc()

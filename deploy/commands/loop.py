@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
+from deploy import devices
 from deploy.commands.common import as_json_option, json_out, log_lines, pass_settings, write_result
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import lineage, promotion
+from deploy.server_sleep import asleep
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers
 from feedback.processes.signals import stop_on_signals
 from serve.policies.folder import PolicyError
@@ -49,6 +51,7 @@ _MOST_NAMED: Final = 20
 def score(settings: Settings, nice: int, json_out: Path | None) -> None:
     """Turn new interactions and feedback into rewards."""
     os.nice(nice)
+    devices.take(settings, "evaluate")
     from deploy.loop.traces import export_rewards
     from feedback.datasets import count_given
     from feedback.ingest.seal import seal
@@ -60,7 +63,7 @@ def score(settings: Settings, nice: int, json_out: Path | None) -> None:
     with stop_on_signals():
         lake.create()
         sealed = seal(lake, Path(feedback.journal.folder))
-        with _scoring_progress() as progress:
+        with _turn_of_models(settings), _scoring_progress() as progress:
             result = score_lake(lake, feedback.scoring, feedback.kinds, progress=progress)
         if result.scored:
             try:
@@ -81,6 +84,18 @@ def score(settings: Settings, nice: int, json_out: Path | None) -> None:
     reasons = {name: dict(list(why.items())[:_REASONS_KEPT]) for name, why in result.reasons.items()}
     counts = lake.counts() | {"feedback": count_given(lake)}
     write_result(asdict(result) | {"reasons": reasons, "counts": counts}, json_out)
+
+
+@contextmanager
+def _turn_of_models(settings: Settings) -> Iterator[None]:
+    """Within, the server sleeps if a model scores on a device that it has, too."""
+    scoring = settings.feedback.scoring
+    models = [model for model in (scoring.model, scoring.human.model) if model is not None and model.device != "cpu"]
+    if not models or devices.computes_on_cpu(devices.seen()):
+        yield
+        return
+    with asleep(settings, "evaluate", say=click.echo):
+        yield
 
 
 @contextmanager
@@ -150,6 +165,7 @@ def train(
     from deploy.loop.preflight import no_reward, reward_of, training_problems
     from deploy.low_precision_check import fp8_problem, torchao_problem
 
+    devices.take(settings, "train")
     if held_out and not reward_model:
         raise click.UsageError("--held-out is of a reward model: no policy learns from held-out prompts")
     if held_out and not settings.evaluation.holdout:
@@ -188,7 +204,9 @@ def train(
             click.echo(f"there is no evaluation.suite {resolved.evaluation.suite}: no prompts are kept out of training")
         if resolved.train.data.prompts:
             settings.lake().create()  # with prompts of one's own there need not have been any traffic
-        result = run_job(settings.training(reward_model=reward_model, held_out=held_out), context)
+        config = settings.training(reward_model=reward_model, held_out=held_out)
+        with asleep(settings, "train", say=click.echo):
+            result = run_job(config, context)
     write_result(result.model_dump(mode="json"), json_out)
     return print_result(result)
 
@@ -284,6 +302,7 @@ def evaluate(
 
         harnesses.show(settings, as_json=as_json)
         return
+    devices.take(settings, "evaluate")
     if harness is None:
         given = {"--tasks": tasks, "--include-path": include_path, "--limit": limit, "--model-args": model_args}
         given |= {"--endpoint": "given" if endpoint and environment is None else None, "--": " ".join(arguments)}
@@ -341,6 +360,7 @@ def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json
             click.echo(
                 f"what policy {candidate} has learned from is not all known: not what went into policy {versions}"
             )
+        held.enter_context(asleep(settings, "evaluate", say=click.echo))
         first = _first(store, candidate, incumbent)
         if first is None and config.gate.guardrails.kl_v1 is not None:
             first = held.enter_context(store.hold(store.first_of(candidate).version))

@@ -7,9 +7,9 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -18,8 +18,9 @@ from deploy.config.root import Settings
 
 if TYPE_CHECKING:
     from train.config.training import TrainConfig
+    from train.planner.assignment import Assignment
     from train.planner.machine import Machine
-    from train.planner.plan import Plan, Serving, Workload
+    from train.planner.plan import Models, Plan, Serving, Workload
     from train.planner.sizes import ModelShape
 
 GIB = 2**30
@@ -61,6 +62,9 @@ def plan(
     Memory is counted as training allocates it. Seconds follow from the machine's rates and the share of its peak that
     runs usually reach: good for comparing, and not measured on it.
 
+    For one machine with GPUs it says, too, which devices the server, training and evaluation would have, each its own
+    or in turns (the settings of devices).
+
     Exit code 1 if nothing fits; the message says by how much, and which machines would do.
     """
     from train.planner.machine import MachineUnknown, read_machine
@@ -99,12 +103,73 @@ def plan(
     engine = settings.serve.engine
     slots = 0 if engine.adapters is None else slot_parameters(policy, engine.adapters, config.model)
     replica = serving(models.policy.shape, engine, settings.serve.swap, machine, slots)
+    ways = _ways(settings, config, models, machine, work, found, replica)
     if as_json:
-        click.echo(json.dumps(_as_json(found, models.policy.shape, work, replica, twice), indent=2))
+        click.echo(json.dumps(_as_json(found, models.policy.shape, work, replica, twice, ways), indent=2))
     else:
         for line in _lines(found, models.policy.shape, work, replica, twice):
             click.echo(line)
+        for line in _devices(ways):
+            click.echo(line)
     return 0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to share out the devices of a machine: ``use`` as of the setting, with a training plan or why not."""
+
+    use: Literal["own", "in_turns"]
+    assignment: Assignment | None = None
+    plan: Plan | None = None
+    why_not: str = ""
+
+
+def _ways(
+    settings: Settings,
+    config: TrainConfig,
+    models: Models,
+    machine: Machine,
+    work: Workload,
+    found: Plan,
+    replica: Serving,
+) -> list[Way]:
+    """How the server, training and evaluation can share the devices of one machine; none of a CPU, or of several."""
+    from train.planner.assignment import ASLEEP, CannotAssign, Need, assign
+    from train.planner.plan import NothingFits, choose
+
+    count = machine.devices
+    if machine.kind == "cpu" or count > machine.node_devices:
+        return []
+    servers = replica.devices * max(settings.serve.fleet.replicas, settings.serve.fleet.max_replicas or 1)
+    evaluates = settings.evaluation.engine.tensor_parallel_size
+    ways = []
+    uses: tuple[Literal["own", "in_turns"], ...] = ("own", "in_turns")
+    for use in uses:
+        left = count if use == "in_turns" else count - servers
+        beside = machine.memory - (ASLEEP if use == "in_turns" else 0)
+        try:
+            if left < 1:
+                raise NothingFits(f"the server has {'all' if servers == count else f'{servers} of'} {count} devices")
+            if use == "in_turns" and (why := settings.serve.never_sleeps):
+                raise NothingFits(why)
+            of_training = replace(machine, devices=left, memory=beside)
+            fits = found.machine.devices == left and found.peak.bytes <= of_training.usable
+            chosen = found if fits else choose(config, models, of_training, work)
+            ranks = sum(map(chosen.config.ranks_of, chosen.config.placement.pools))
+            needs = Need(servers, "its plan"), Need(ranks, "train.ranks"), Need(evaluates, "evaluation.engine")
+            ways.append(Way(use, assign(count, *needs, use=use), chosen))
+        except (NothingFits, CannotAssign) as error:
+            ways.append(Way(use, why_not=str(error)))
+    return ways
+
+
+def _devices(ways: list[Way]) -> Iterator[str]:
+    """What there is to say of them, one line each."""
+    for way, named in zip(ways, ("own", "turns"), strict=True) if ways else ():
+        if way.plan is None:
+            yield f"{named:<10}no: {way.why_not}"
+        else:
+            yield f"{named:<10}{way.assignment}: {way.plan.seconds:.2f} s a step"
 
 
 @contextmanager
@@ -132,7 +197,9 @@ def _serving_folder(settings: Settings) -> Path:
     return store.get(pointer.version).path
 
 
-def _as_json(found: Plan, shape: ModelShape, work: Workload, replica: Serving, twice: Plan | None) -> dict[str, Any]:
+def _as_json(
+    found: Plan, shape: ModelShape, work: Workload, replica: Serving, twice: Plan | None, ways: list[Way]
+) -> dict[str, Any]:
     model = {"architecture": shape.architecture, "parameters": shape.parameters, "active": shape.active}
     return {
         "model": {**model, "by_kind": shape.kinds, "stored": shape.stored},
@@ -148,7 +215,14 @@ def _as_json(found: Plan, shape: ModelShape, work: Workload, replica: Serving, t
         "time_limit": {"phase": found.slowest.name, "bound": found.slowest.cost.bound},
         "twice_the_devices": None if twice is None else {"seconds": twice.seconds, "settings": twice.settings},
         "serving": asdict(replica),
+        "devices": {way.use: _way_as_json(way) for way in ways},
     }
+
+
+def _way_as_json(way: Way) -> dict[str, Any]:
+    if way.plan is None or way.assignment is None:
+        return {"why_not": way.why_not}
+    return asdict(way.assignment) | {"seconds": way.plan.seconds, "settings": way.plan.settings}
 
 
 def _lines(found: Plan, shape: ModelShape, work: Workload, replica: Serving, twice: Plan | None) -> Iterator[str]:

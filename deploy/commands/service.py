@@ -9,7 +9,7 @@ from functools import partial
 import click
 from pydantic import ValidationError
 
-from deploy import memory_check
+from deploy import devices, memory_check
 from deploy.commands.common import log_lines, pass_settings
 from deploy.config import root, wording
 from deploy.config.root import ConfigError, Settings
@@ -113,6 +113,8 @@ def serve(settings: Settings, replicas: int | None, policy: int | None) -> None:
     if policy is not None and replicas is not None:
         raise click.UsageError("--policy serves by one process: leave --replicas out")
     settings = _with_replicas(settings, replicas)
+    assignment = devices.take(settings, "serve" if policy is None else "evaluate")
+    settings = devices.with_sleep(settings, assignment if policy is None else None)
     resolved = settings.resolved()
     memory_check.require_server(settings, policy, log_lines(settings, "serve"))
     with no_leftovers():

@@ -268,6 +268,50 @@ class UpConfig(Section):
     )
 
 
+Devices = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class DevicesConfig(Section):
+    """Which of this machine's GPUs the server, training and evaluation have.
+
+    They are numbered from 0; where CUDA_VISIBLE_DEVICES is set, they are those that it names, in its order. What runs
+    on a cluster has none here.
+    """
+
+    use: Literal["auto", "own", "in_turns", "any"] = Field(
+        "auto",
+        description="auto: each its own where there are enough, else in turns; nothing without a GPU. own: each its "
+        "own, or an error. in_turns: the server sleeps while training or evaluation has its devices, also on a CPU, "
+        "where no memory is given back. any: all see all devices, as far as their memory goes.",
+    )
+    serve: Devices | None = Field(None, description="The server's; none: the first ones.")
+    train: Devices | None = Field(None, description="Training's; none: those behind the server's.")
+    evaluate: Devices | None = Field(
+        None, description="Evaluation's and scoring's; none: others where there are some, else training's."
+    )
+    lease_s: float = Field(
+        60,
+        ge=5,
+        le=3600,
+        description="A server that sleeps wakes by itself after so many seconds without a word of who has its devices.",
+    )
+
+    @property
+    def chosen(self) -> dict[str, list[int]]:
+        """The devices that somebody has chosen, by role."""
+        roles = {"serve": self.serve, "train": self.train, "evaluate": self.evaluate}
+        return {role: numbers for role, numbers in roles.items() if numbers is not None}
+
+    @model_validator(mode="after")
+    def _can_be(self) -> DevicesConfig:
+        chosen = self.chosen
+        if self.use == "any" and chosen:
+            raise ValueError(f"devices.use=any assigns none: take devices.{next(iter(chosen))} out, or use out")
+        if twice := next((name for name, numbers in chosen.items() if len(set(numbers)) < len(numbers)), None):
+            raise ValueError(f"devices.{twice} names a device twice: {', '.join(map(str, chosen[twice]))}")
+        return self
+
+
 class Settings(Section):
     """Everything that can be set. Paths that are not absolute are relative to ``home``."""
 
@@ -283,6 +327,9 @@ class Settings(Section):
     cycle: CycleConfig = Field(default_factory=CycleConfig, description="One turn of the loop.")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="When cycles run.")
     up: UpConfig = Field(default_factory=UpConfig, description="`millrace up`.")
+    devices: DevicesConfig = Field(
+        default_factory=DevicesConfig, description="Which GPUs the server, training and evaluation have."
+    )
 
     @model_validator(mode="after")
     def _by_recipe(self) -> Settings:

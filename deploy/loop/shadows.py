@@ -7,7 +7,7 @@ traffic, as a refusal of the gate is (``deploy.loop.promotion.verdict_on``). It 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from deploy.config.root import ConfigError, Settings
@@ -21,8 +21,18 @@ from feedback.lake.tables import Lake
 from feedback.redaction import Redactor
 
 
-def run_shadow(settings: Settings, lake: Lake, version: int, *, who: str, say: Callable[[str], None]) -> Result:
+def run_shadow(
+    settings: Settings,
+    lake: Lake,
+    version: int,
+    *,
+    who: str,
+    say: Callable[[str], None],
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Result:
     """Shadow policy ``version`` beside the one that serves, and put what that shows on record.
+
+    ``turn``: within it the devices are those of engines and reward models.
 
     Where too few requests were answered, nothing is on record. Raises ConfigError, ShadowError, PolicyError,
     LedgerError, LakeError, and what a source of rewards, or a redact function, raises that can't be used.
@@ -52,6 +62,7 @@ def run_shadow(settings: Settings, lake: Lake, version: int, *, who: str, say: C
             redact=redact,
             stop=moved,
             say=say,
+            turn=turn,
         )
         result = shadow.run()
     if result.comparison.decision != "can't tell":

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final, Self
 
+from deploy import devices
 from deploy.config.root import Settings, child_environment
 from deploy.supervise import subreaper
 from feedback.processes.fork_server import ForkedProcess, fork
@@ -164,10 +165,15 @@ def start(
     follow: Callable[[str], None] | None = None,
     patience: float = 0.0,
 ) -> Child:
-    """Start a command of the CLI with these settings; its log is among theirs."""
+    """Start a command of the CLI with these settings; its log is among theirs, its devices are its role's.
+
+    Raises ConfigError if it has a role, and there are no devices for it.
+    """
     whole = millrace("--config", settings.snapshot(), *command)
     file = settings.path(settings.up.logs) / log
-    return Child(name, whole, log=file, grace=grace, follow=follow, patience=patience)
+    role = devices.ROLES.get(str(command[0])) if command else None
+    own = None if role is None else devices.environment(settings, role)
+    return Child(name, whole, log=file, grace=grace, follow=follow, environment=own, patience=patience)
 
 
 def _start(

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import psutil
 
+from deploy import devices
 from deploy.config.root import Settings
 from deploy.supervise.children import Child, no_leftovers
 from feedback.processes.resident_socket import ADDRESS, Listener, listen
@@ -39,10 +40,13 @@ _END_S: Final = 40.0
 def serving(settings: Settings, *, at_once: bool = False) -> Iterator[None]:
     """Have the stages that this process starts in the block share resident workers, unless one above owns some.
 
-    They start when the first training asks, again when one asks after they have ended, and end with the block.
+    They start when the first training asks, again when one asks after they have ended, and end with the block. None
+    stay where the server has training's devices between two runs: also what sleeps keeps some of a device.
     ``at_once``: a training will ask in a moment; its process starts and imports now, and waits for it for a while.
     """
-    if not settings.train.resident.enabled or ADDRESS in os.environ or (listener := listen()) is None:
+    assignment = devices.assigned(settings)
+    gone = assignment is not None and bool(assignment.train) and "train" in assignment.waits_for
+    if gone or not settings.train.resident.enabled or ADDRESS in os.environ or (listener := listen()) is None:
         yield
         return
     activation = _Activation(listener, settings, at_once)
@@ -60,6 +64,7 @@ class _Activation:
     def __init__(self, listener: Listener, settings: Settings, at_once: bool) -> None:
         self._listener, self._at_once = listener, at_once
         self._log, self._state = settings.path(settings.up.logs) / "resident.log", settings.path(STATE)
+        self._devices = devices.environment(settings, "train")
         self._closing, self._closed = os.pipe()
         self._thread = threading.Thread(target=self._run, name="resident workers", daemon=True)
         self._thread.start()
@@ -80,7 +85,7 @@ class _Activation:
     def _work(self) -> int:
         """Run them to their end; the exit code."""
         command = [sys.executable, "-P", "-m", "deploy.supervise.resident", str(self._state)]
-        own = {ADDRESS: self._listener.address}
+        own = {ADDRESS: self._listener.address, **self._devices}
         requests = self._listener.owners.fileno()
         with Child(
             "resident workers",

@@ -10,7 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -61,10 +61,12 @@ class Shadow:
         engines: OfflineEngines | None = None,
         stop: Callable[[], str | None] = lambda: None,
         say: Callable[[str], None] = print,
+        turn: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """``reads``: what the candidate's training has read; ``redact``: what responses pass before they are kept;
         ``engines``: those that answer, by default one that is closed before a reward model needs its memory; ``stop``:
-        why it is to end, None while it is not; ``say`` gets one line for each thing that happens.
+        why it is to end, None while it is not; ``say`` gets one line for each thing that happens; ``turn``: within it
+        the devices are those of engines and reward models.
 
         Raises ShadowError if the two policies' tokens differ, or nothing can score; what a source of rewards raises
         that can't be loaded.
@@ -74,6 +76,7 @@ class Shadow:
         self.lake, self.candidate, self.incumbent = lake, candidate, incumbent
         self.config, self.scoring = config, scoring
         self.reads, self.redact, self.engines, self.stop, self.say = reads, redact, engines, stop, say
+        self._turn = turn
         try:
             self.scorer = scorer_name(load_rollout_sources(scoring))
         except ValueError as error:
@@ -99,15 +102,17 @@ class Shadow:
             self._settle()
             if gone := self.kept.forget_gone(self.lake):
                 self.say(f"{gone} requests are gone, erased or dropped: so is what the candidate answered to them")
-            self._score()  # what a killed run has answered
+            with self._turn():
+                self._score()  # what a killed run has answered
             ended = self._ended()
             while ended is None:
                 late, room = time.monotonic() >= deadline, config.max_requests - len(self._units())
                 waiting = self._draw(began).waiting[:room]
                 answers = bool(waiting) and (late or len(waiting) >= min(room, config.min_requests))
                 if answers:
-                    self._answer(waiting)
-                    self._score()
+                    with self._turn():
+                        self._answer(waiting)
+                        self._score()
                 ended = self._ended() or (f"time is up ({config.seconds:g} s)" if late else None)
                 self.kept.put_result(self._result(began, None))
                 if ended is None and not answers:

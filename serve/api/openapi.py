@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from feedback.events import kinds_schema
 from feedback.sampling_parameters import RESERVED
-from serve.api import experiments, feedback, generate
+from serve.api import admin, experiments, feedback, generate
 from serve.http import OPENAI, ProblemOut, problems
 from serve.middleware.keyring import scope_of
 
@@ -22,6 +22,8 @@ _BODIES: Final[tuple[type[BaseModel], ...]] = (
     feedback.FeedbackIn,
     feedback.FeedbackBatchIn,
     experiments.StopIn,
+    admin.SleepIn,
+    admin.WakeIn,
 )
 _SCHEMAS: Final = "#/components/schemas/"
 _SECURITY: Final = {

@@ -177,6 +177,7 @@ class Swapper:
         self._store: str | None = None
         self._swaps: deque[Swap] = deque(maxlen=REMEMBERED)
         self._task: asyncio.Task[None] | None = None
+        self._at_work = asyncio.Lock()  # held by a step, and while the server sleeps
 
     async def start(self) -> None:
         """Start the engine on what the pointer names and begin to follow the pointer.
@@ -237,6 +238,24 @@ class Swapper:
             await self._settle_candidate(None)
             self._held.close()
 
+    async def rest(self) -> None:
+        """Return when nothing is being exchanged, with no second set of weights there; nothing is until ``go_on``."""
+        await self._at_work.acquire()
+        try:
+            await self._settle_candidate(None)
+            await self._discard_prepared()
+            if self._spare is not None:
+                self._spare = None
+                await self._release()
+        except BaseException:
+            self._at_work.release()
+            raise
+        self._candidate = None  # it is prepared anew
+
+    def go_on(self) -> None:
+        """Follow the pointer again, to where it has moved since."""
+        self._at_work.release()
+
     @property
     def healthy(self) -> bool:
         """Whether pointer changes are noticed and the engine holds whole weights."""
@@ -283,37 +302,38 @@ class Swapper:
         unreadable = unreachable = None
         while self.broken is None:
             await asyncio.sleep(self._pause())
-            try:
-                desired = self._desired()
-                self._turn_ends = desired.turn_ends
-                unreadable = None
-            except (PolicyError, OSError) as error:
-                if str(error) != unreadable:  # once, not at every turn
-                    log.error("the serving pointer can't be read, policy %d stays: %s", self.engine.version, error)
-                unreadable = str(error)
-                continue
-            before = self._seen, self._readied
-            if (step := self._step(desired)) is None:
-                continue
-            # Shielded: once begun, a swap is finished or undone, also when the server stops.
-            swap = asyncio.create_task(step, name="swap")
-            try:
-                await asyncio.shield(swap)
-            except asyncio.CancelledError:
-                with suppress(StoreUnreachable):  # nothing was exchanged
-                    await swap
-                raise
-            except StoreUnreachable as error:  # that says nothing of the policy, which is tried again
-                if str(error) != unreachable:
-                    log.error("policy %d stays for now: %s", self.engine.version, error)
-                unreachable = str(error)
-                self._seen, self._readied = before
-                await asyncio.sleep(_RETRY_S)
-            except (EngineError, TimeoutError) as error:
-                log.error("policy %d stays, and the policy store is followed on: %s", self.engine.version, error)
-                await asyncio.sleep(_RETRY_S)
-            else:
-                unreachable = None
+            async with self._at_work:
+                try:
+                    desired = self._desired()
+                    self._turn_ends = desired.turn_ends
+                    unreadable = None
+                except (PolicyError, OSError) as error:
+                    if str(error) != unreadable:  # once, not at every turn
+                        log.error("the serving pointer can't be read, policy %d stays: %s", self.engine.version, error)
+                    unreadable = str(error)
+                    continue
+                before = self._seen, self._readied
+                if (step := self._step(desired)) is None:
+                    continue
+                # Shielded: once begun, a swap is finished or undone, also when the server stops.
+                swap = asyncio.create_task(step, name="swap")
+                try:
+                    await asyncio.shield(swap)
+                except asyncio.CancelledError:
+                    with suppress(StoreUnreachable):  # nothing was exchanged
+                        await swap
+                    raise
+                except StoreUnreachable as error:  # that says nothing of the policy, which is tried again
+                    if str(error) != unreachable:
+                        log.error("policy %d stays for now: %s", self.engine.version, error)
+                    unreachable = str(error)
+                    self._seen, self._readied = before
+                    await asyncio.sleep(_RETRY_S)
+                except (EngineError, TimeoutError) as error:
+                    log.error("policy %d stays, and the policy store is followed on: %s", self.engine.version, error)
+                    await asyncio.sleep(_RETRY_S)
+                else:
+                    unreachable = None
 
     def _step(self, desired: DesiredState) -> Coroutine[Any, Any, None] | None:
         """What to do next, if anything."""

@@ -148,6 +148,7 @@ def server_engine(
     *,
     swap: SwapConfig,
     replicas: int = 1,
+    sleeps: bool = False,
 ) -> tuple[AsyncLLM, Room]:
     """Boot a server's engine on the policy in ``path``; it dies with this process. ``stats``: gets its newest numbers.
 
@@ -156,6 +157,7 @@ def server_engine(
         further: its clients beside this process.
         swap: by which it leaves room for a second set of weights.
         replicas: that share this machine's memory, on a CPU.
+        sleeps: it is to give a GPU's memory back when it sleeps.
 
     Returns:
         The engine, and what was decided of swaps.
@@ -167,6 +169,7 @@ def server_engine(
         _silence()
         from vllm.config import StructuredOutputsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -203,6 +206,7 @@ def server_engine(
             # that of the first request; and one of them writes a schema out without bounds.
             "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar"),
             "disable_log_stats": True,
+            "enable_sleep_mode": sleeps and not current_platform.is_cpu(),  # which has none
             **_prefill(),
         }
         if config.adapters is not None:

@@ -32,7 +32,7 @@ USES: Final = {
     # vLLM
     "vllm.v1.engine.async_llm": (
         "AsyncLLM.add_request AsyncLLM.check_admission AsyncLLM.collective_rpc AsyncLLM.errored "
-        "AsyncLLM.from_vllm_config",
+        "AsyncLLM.from_vllm_config AsyncLLM.sleep AsyncLLM.wake_up",
         "serve.vllm.engine and serve.vllm.openai.engine: AsyncLLM is what vLLM's own server is built on, and promises "
         "no stable interface",
     ),

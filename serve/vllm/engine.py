@@ -61,6 +61,9 @@ _ABORT_TIMEOUT_S: Final = 10.0
 _GIVE_UP_POLL_S: Final = 0.1
 _ALIVE_CHECK_S: Final = 0.25  # between two checks that the engine's process is alive, while a call waits for it
 _UNUSED_POLL_S: Final = 0.05
+_ROOM_S: Final = 60.0  # how long to wait for memory that others have before waking all the same
+_ROOM_POLL_S: Final = 0.5
+_ROOM_SHARE: Final = 0.98  # of what was given back: other processes' contexts come and go
 _CALL_TIMEOUT_S: Final = 60.0  # a call is served between two steps, and a step may be a long prefill
 
 
@@ -123,11 +126,18 @@ class Exchanged:
 class Engine:
     """vLLM in a process of its own, with weights that can be changed while requests are in flight."""
 
-    def __init__(self, config: EngineConfig, swap: SwapConfig | None = None, replicas: int = 1) -> None:
-        """``swap``: by which it leaves room for a second set of weights; ``replicas``: that share a CPU's memory."""
+    def __init__(
+        self, config: EngineConfig, swap: SwapConfig | None = None, replicas: int = 1, *, sleeps: bool = False
+    ) -> None:
+        """``swap``: by which it leaves room for a second set of weights; ``replicas``: that share a CPU's memory.
+
+        ``sleeps``: start it so that ``sleep`` gives a GPU's memory back.
+        """
         self.config, self._swap, self._replicas = config, swap or SwapConfig(), replicas
         self.room = Room(bool(self._swap.in_place), "the engine has not started", config.gpu_memory_utilization)
         """What was decided of swaps before it started."""
+        self._sleeps = sleeps
+        self._given_back: list[int] = []  # bytes by worker, while it sleeps
         self.version = 0
         """The policy that serves."""
         self.base = 0
@@ -218,7 +228,14 @@ class Engine:
             raise EngineError("the server was stopped")
         # Kept here, so that close() stops it if the start was cancelled.
         self._llm, self.room = server_engine(
-            self.config, path, self.stats, self._waiting, self.further, swap=self._swap, replicas=self._replicas
+            self.config,
+            path,
+            self.stats,
+            self._waiting,
+            self.further,
+            swap=self._swap,
+            replicas=self._replicas,
+            sleeps=self._sleeps,
         )
 
     async def attach(self, client: EngineClient) -> None:
@@ -712,6 +729,47 @@ class Engine:
         """Go on after ``hold``."""
         async with self._within(timeout_s):
             await self.llm.resume_generation()
+
+    # Sleeping
+
+    async def sleep(self, timeout_s: float) -> int:
+        """Stop, and give a GPU's memory back: weights wait in the host's memory, the KV cache is dropped.
+
+        On a CPU, which vLLM has no sleep for, it stops and keeps what it has. There must be no request in flight.
+        Returns the bytes of all devices that are free now and were not. Raises EngineError, TimeoutError.
+        """
+        async with self._within(timeout_s):
+            before = await self._free_bytes()
+            await self.llm.sleep(level=1 if self._gives_back else 0, mode="keep")
+            after = await self._free_bytes()
+        given = [now - then for then, now in zip(before, after, strict=True)]
+        self._given_back = given if self._gives_back else []
+        return sum(self._given_back)
+
+    async def wake(self, timeout_s: float) -> None:
+        """Go on after ``sleep``, with the same weights. Raises EngineError, TimeoutError.
+
+        What a device is lacking, because whoever had it meanwhile is not quite gone, is waited for, for a minute.
+        """
+        until = time.monotonic() + _ROOM_S
+        while self._given_back and time.monotonic() < until:
+            free = await self._free_bytes()
+            if all(now >= _ROOM_SHARE * given for now, given in zip(free, self._given_back, strict=True)):
+                break
+            await asyncio.sleep(_ROOM_POLL_S)
+        async with self._within(timeout_s):
+            if not await self.llm.wake_up(None if self._gives_back else ["scheduling"]):
+                raise EngineError("vLLM has not got all of its memory again")
+        self._given_back = []
+
+    @property
+    def _gives_back(self) -> bool:
+        return bool(self.llm.model_config.enable_sleep_mode)
+
+    async def _free_bytes(self) -> list[int]:
+        """Of each worker's device."""
+        async with self._within(_CALL_TIMEOUT_S):
+            return list(await self.llm.collective_rpc("millrace_free_bytes"))
 
     async def next_logprobs(
         self, prompt_token_ids: list[int], token_ids: list[int], timeout_s: float, version: int | None = None

@@ -80,7 +80,8 @@ class StandbyWeights:
         self.error: BaseException | None = None
         self._model, self._vllm_config = model, vllm_config
         self._spare_bytes, self._after = spare_bytes, after
-        self._by_reference = keeps_no_addresses(vllm_config)
+        # What sleeps gives back the memory that it has started with: weights that came later have to be there, too.
+        self._by_reference = keeps_no_addresses(vllm_config) and not vllm_config.model_config.enable_sleep_mode
         self._folder, self._files = folder, files
         self._places: list[Place] = []
         self._layers: list[nn.Module] = []

@@ -33,7 +33,7 @@ from serve.policies.adapter_files import ADAPTER_CONFIG
 from serve.policies.mapped_safetensors import MappedFile
 from serve.vllm import per_request_logprobs
 from serve.vllm.adapters import slots
-from serve.vllm.standby_weights import StandbyWeights, hashes, unsupported_reason
+from serve.vllm.standby_weights import StandbyWeights, bytes_available, hashes, unsupported_reason
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +107,10 @@ class MillraceWorker(LoadsWeights):
             slots.begin(self)
         self._loaded = loaded
         return os.getpid()
+
+    def millrace_free_bytes(self) -> int:
+        """Memory of its device, or of the machine, that nobody has."""
+        return bytes_available(self.device)
 
     def millrace_unsupported_reason(self) -> str | None:
         """Why the model can't have standby weights; None if it can."""

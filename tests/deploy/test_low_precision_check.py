@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from deploy import cli, low_precision_check, memory_check
+from deploy import cli, devices, low_precision_check
 from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop.cycle import run_cycle
@@ -29,7 +29,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
     """As if vLLM's build for GPUs were installed, and the driver showed these."""
     found = [Gpu(i, 0, 2**36, 0.0, f"GPU {i}", capability) for i, capability in enumerate(capabilities)]
-    monkeypatch.setattr(memory_check, "installed", lambda _: {"vllm": "1"})
+    monkeypatch.setattr(devices, "installed", lambda _: {"vllm": "1"})
     monkeypatch.setattr(low_precision_check, "gpus", lambda: found)
 
 

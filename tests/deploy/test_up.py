@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from deploy import cli, initialise, memory_check, status
+from deploy import cli, devices, initialise, memory_check, status
 from deploy.config import root
 from deploy.config.root import Settings, child_environment
 from deploy.loop import promotion, records, wait_for_serving
@@ -192,17 +192,17 @@ def test_a_gpu_whose_memory_can_not_be_read_is_not_planned_for_and_stops_nothing
         raise RuntimeError("Not Supported")
 
     lines: list[str] = []
-    monkeypatch.setattr(memory_check, "installed", lambda _: {"vllm": "1"})  # its build for GPUs
+    monkeypatch.setattr(devices, "installed", lambda _: {"vllm": "1"})  # its build for GPUs
     for found in (fails, lambda: []):
-        monkeypatch.setattr(memory_check, "gpus", found)
+        monkeypatch.setattr(devices, "gpus", found)
         memory_check.require_server(home_with_policy, 1, lines.append)
     assert "is not planned: Not Supported" in lines[0]
     assert "NVML shows no GPU" in lines[1]
-    monkeypatch.setattr(memory_check, "gpus", lambda: [Gpu(index, 0, 80 * 2**30, 0.0) for index in range(4)])
-    for visible, devices, kind in (("2,3", 2, "cuda"), ("0", 1, "cuda"), ("", 1, "cpu")):
+    monkeypatch.setattr(devices, "gpus", lambda: [Gpu(index, 0, 80 * 2**30, 0.0) for index in range(4)])
+    for visible, count, kind in (("2,3", 2, "cuda"), ("0", 1, "cuda"), ("", 1, "cpu")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         machine = memory_check.this_machine()
-        assert (machine.devices, machine.kind) == (devices, kind)
+        assert (machine.devices, machine.kind) == (count, kind)
 
 
 def _fail(line: str) -> None:

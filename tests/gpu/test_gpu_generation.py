@@ -203,6 +203,7 @@ def on_server(
     eager: bool,
     swap: dict[str, Any],
     adapters: dict[str, int] | None = None,
+    sleeps: bool = False,
     **extra: Any,
 ) -> Found:
     """What ``act`` makes of a swapper whose engine was started on a version. ``adapters``: its room for some."""
@@ -215,7 +216,7 @@ def on_server(
         store.promote(version, expected=serving and serving.version, who="test", why="test")
         options = {"enforce_eager": eager, "kv_cache_bytes": 64 << 20, "max_model_len": 512, "extra": extra}
         options |= {"adapters": adapters, **({"threads": 1} if DEVICE == "cpu" else {})}
-        engine = Engine(EngineConfig.model_validate(options))
+        engine = Engine(EngineConfig.model_validate(options), sleeps=sleeps)
         swapper = Swapper(store, engine, SwapConfig(poll_seconds=3600, **swap), store.root.parent / "swaps.jsonl")
         try:
             await swapper.start()
@@ -263,6 +264,47 @@ def test_after_an_exchange_a_server_answers_as_one_that_was_started_on_the_new_p
         assert log_probs == pytest.approx(of_them, abs=1e-3)
     assert [tokens for tokens, _ in found[1]] == [tokens for tokens, _ in found["before"]]
     assert found[1] != found[2]
+
+
+@gpu_test("part", "the engine stops, and keeps its memory: vLLM has no sleep for a CPU", packages=VLLM)
+@pytest.mark.parametrize("way", ["standby weights", "in place"])
+def test_a_server_that_sleeps_gives_its_memory_back_and_answers_as_before_also_with_weights_that_came_since(
+    store: Any, way: str
+) -> None:
+    import torch
+
+    async def free() -> int:
+        return int(torch.cuda.mem_get_info()[0]) if DEVICE == "cuda" else 0
+
+    async def sleep_and_wake(swapper: Any) -> None:
+        engine, awake = swapper.engine, await free()
+        expected = await answers(swapper)
+        await swapper.rest()
+        given = await engine.sleep(60)
+        if DEVICE == "cuda":
+            assert given > 2**26, "the KV cache of 64 MiB, and the weights"
+            assert await free() - awake == pytest.approx(given, abs=2**25)
+        else:
+            assert given == 0
+        await engine.wake(60)
+        swapper.go_on()
+        if DEVICE == "cuda":
+            assert await free() == pytest.approx(awake, abs=2**26)
+        for (tokens, log_probs), (before, of_them) in zip(await answers(swapper), expected, strict=True):
+            assert tokens == before
+            assert log_probs == pytest.approx(of_them, abs=1e-3)
+
+    async def turns(swapper: Any) -> Any:
+        await sleep_and_wake(swapper)
+        serving = swapper.store.serving().version
+        done = await swapper.swap_to(swapper.store.promote(2, expected=serving, who="test", why="test"))
+        assert done.ok, done.error
+        await sleep_and_wake(swapper)
+        return await answers(swapper)
+
+    found = on_server(store, 1, turns, eager=device_type() == "cpu", swap=WAYS[way], sleeps=True)
+    fresh = on_server(store, 2, answers, eager=device_type() == "cpu", swap=WAYS[way])
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in fresh]
 
 
 @gpu_test("no", "policies here are float32, which vLLM does not quantize", packages=VLLM, capability=(8, 9))

@@ -62,13 +62,20 @@ def check_training(config: TrainConfig, policy: Path, machine: Machine, *, host:
 
 
 def check_server(
-    engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machine, *, replicas: int = 1
+    engine: EngineConfig,
+    swap: SwapConfig,
+    policy: Path,
+    machine: Machine,
+    *,
+    replicas: int = 1,
+    sleeps: int | None = None,
 ) -> Finding:
     """Whether a replica with the policy in a folder fits, and a second set of weights beside it. Imports no torch.
 
     ``machine``: one device, of those that a replica is split over; a CPU's whole memory, which all ``replicas`` share.
+    ``sleeps``: the memory beside GPUs, in bytes, where its weights wait while it sleeps; None if it does not.
     """
-    return planned(lambda: _server(engine, swap, policy, machine, replicas))
+    return planned(lambda: _server(engine, swap, policy, machine, replicas, sleeps))
 
 
 def planned(check: Callable[[], Finding]) -> Finding:
@@ -208,12 +215,19 @@ def _unset(section: _Section, *names: str) -> _Section:
 # ------------------------------------------------------------------------------------------------------ serving
 
 
-def _server(engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machine, replicas: int) -> Finding:
+def _server(
+    engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machine, replicas: int, sleeps: int | None
+) -> Finding:
     if other := [name for name in CHANGING_MEMORY if name in engine.extra]:
         return Finding("unplanned", f"serve.engine.extra has {', '.join(other)}")
     gpu, t, share = machine.kind == "cuda", engine.tensor_parallel_size, engine.gpu_memory_utilization
     whole, _ = weight_bytes(policy, engine.dtype)
     whole += t * (places := server_places_bytes(engine, policy))
+    if gpu and sleeps is not None and whole > sleeps:
+        waiting = f"{size_text(whole)} of weights wait in the host's memory while the server sleeps"
+        advice = "give training devices of its own (devices.use=own), or use a machine with more memory"
+        level = _level(whole, sleeps, FAR["cpu"] * sleeps)
+        return Finding(level, f"{waiting}, and it has {size_text(sleeps)}", advice)
     least = 0.0 if gpu else SERVER_SHARE  # on a GPU the cache gets what is left
     cache = fit_engine(engine, policy, section="serve.engine", share=least, memory=machine.memory // (1 if gpu else t))
     size = cache.size or 0

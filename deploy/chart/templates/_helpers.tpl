@@ -51,7 +51,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- add (ceil ($serve.drain_timeout_s | default 20)) (ceil ($engine.stop_timeout_s | default 15)) 55 -}}
 {{- end -}}
 
-{{/* millrace.yaml: the settings given, and what the chart knows better. */}}
+{{/* millrace.yaml: the settings given, what the chart knows better, and that each pod has GPUs of its own. */}}
 {{- define "millrace.settings" -}}
 {{- $name := include "millrace.fullname" . -}}
 {{- $given := deepCopy .Values.settings -}}
@@ -59,7 +59,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $hosts := list $name (printf "%s.%s" $name .Release.Namespace) (printf "%s.%s.svc" $name .Release.Namespace) (printf "%s.%s.svc.cluster.local" $name .Release.Namespace) -}}
 {{- $serve := dict "host" "0.0.0.0" "port" 8000 "keys" "keys.json" "allowed_hosts" (concat $asked $hosts) -}}
 {{- $own := dict "home" "/var/lib/millrace/home" "serve" $serve "schedule" (dict "metrics" (dict "host" "0.0.0.0" "port" 9201)) -}}
-{{- mergeOverwrite $given $own | toYaml -}}
+{{- mergeOverwrite (dict "devices" (dict "use" "any")) $given $own | toYaml -}}
 {{- end -}}
 
 {{- define "millrace.securityContext" -}}

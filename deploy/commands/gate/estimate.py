@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
+from deploy import devices
 from deploy.commands.common import as_json_option, date_and_time, existing_lake, pass_settings, utc
 from deploy.config.root import ConfigError, Settings
+from deploy.server_sleep import asleep
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers
 from feedback.processes.signals import stop_on_signals
 
@@ -88,6 +91,7 @@ def estimate(
     from evaluation.estimation.logged_responses import read_logged
     from evaluation.estimation.training_reads import learned_from, reads_of_policy
 
+    devices.take(settings, "evaluate")
     store = settings.policy_store()
     if incumbent is None:
         pointer = store.serving()
@@ -104,7 +108,8 @@ def estimate(
         traffic = traffic.without(learned, f"that policy {candidate} may have learned from")
         baseline = _baseline(settings, lake, policy, traffic) if samples else "--samples is 0"
         config = settings.resolved().evaluation
-        found = from_traffic(policy, answered, traffic, config, baseline=baseline, bounds=bounds, samples=samples)
+        with asleep(settings, "evaluate", say=partial(click.echo, err=True)):
+            found = from_traffic(policy, answered, traffic, config, baseline=baseline, bounds=bounds, samples=samples)
     if as_json:
         click.echo(found.to_json())
     else:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from deploy import devices
 from deploy.commands.common import as_json_option, audited, existing_lake, json_out, pass_settings, write_result
 from deploy.config.root import Settings
+from deploy.server_sleep import asleep
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers
 from feedback.processes.signals import stop_on_signals
 
@@ -58,9 +61,11 @@ def shadow(settings: Settings, version: int, json_out: Path | None, as_json: boo
     from deploy.loop import promotion
     from deploy.loop.shadows import run_shadow
 
+    devices.take(settings, "evaluate")
+    say = (lambda _: None) if as_json else click.echo
+    turn = partial(asleep, settings, "evaluate", say=say)
     with no_leftovers(), stop_on_signals():
-        say = (lambda _: None) if as_json else click.echo
-        found = run_shadow(settings, existing_lake(settings), version, who=promotion.person(), say=say)
+        found = run_shadow(settings, existing_lake(settings), version, who=promotion.person(), say=say, turn=turn)
     if as_json:
         click.echo(found.model_dump_json(indent=2))
     else:

@@ -20,6 +20,7 @@ import click
 from deploy.config.root import ConfigError, Settings
 from deploy.display.tables import print_table
 from deploy.loop.wait_for_serving import ask_server, server_policy
+from deploy.server_sleep import asleep
 from deploy.supervise.children import Child, no_leftovers, start
 from deploy.up import wait_until_ready
 from evaluation.harness.inspect import Inspect
@@ -168,14 +169,17 @@ def own_server(settings: Settings, policy: Policy) -> Iterator[Server]:
         changed = settings.model_copy(update={"serve": settings.serve.model_copy(update=own)})
         options = [f"--serve.{name}={value}" for name, value in own.items()]
         click.echo(f"starting a server of policy {policy.version}")
-        with start(
-            settings,
-            "serve",
-            ["serve", "--policy", str(policy.version), *options],
-            log="evaluate-serve.log",
-            grace=settings.up.stop_grace_s,
-            follow=lambda line: None,
-        ) as server:
+        with (
+            asleep(settings, "evaluate", say=click.echo),
+            start(
+                settings,
+                "serve",
+                ["serve", "--policy", str(policy.version), *options],
+                log="evaluate-serve.log",
+                grace=settings.up.stop_grace_s,
+                follow=lambda line: None,
+            ) as server,
+        ):
 
             def check() -> None:
                 if (code := server.poll()) is not None:
