@@ -11,8 +11,8 @@ from typing import Final
 from deploy.config.root import ConfigError, DevicesConfig, Settings
 from serve.vllm.compat import installed
 from train.config.training import TrainConfig
+from train.observe.gpus import gpus
 from train.planner.assignment import Assignment, CannotAssign, Need, Role, assign
-from train.planner.gpus import gpus
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 SEEN: Final = "MILLRACE_SEEN_DEVICES"

@@ -7,7 +7,7 @@ import importlib.util
 from deploy.devices import computes_on_cpu
 from train.config.fp8 import fp8_unsupported
 from train.config.training import TrainConfig
-from train.planner.gpus import gpus
+from train.observe.gpus import gpus
 
 
 def fp8_problem(config: TrainConfig) -> str | None:

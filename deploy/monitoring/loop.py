@@ -35,7 +35,7 @@ from evaluation.decisions.plan import declared
 from evaluation.statistics import error_budget
 from feedback.files import is_locked, newest_first
 from serve.policies.experiments import Experiment, Experiments
-from train.planner.gpus import gpus
+from train.observe.gpus import gpus
 from train.run.recovery.restarts import RESTARTS, read_restarts
 
 log = logging.getLogger(__name__)

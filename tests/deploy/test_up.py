@@ -30,7 +30,7 @@ from feedback.lake.tables import Lake
 from loadtests.server import free_port
 from serve.policies.store import PolicyStore
 from tests.paths import ROOT
-from train.planner.gpus import Gpu
+from train.observe.gpus import Gpu
 
 
 @pytest.fixture

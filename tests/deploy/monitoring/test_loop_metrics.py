@@ -36,7 +36,7 @@ from serve.middleware.keyring import NeedsKeys
 from serve.policies.experiments import Experiments
 from tests.deploy.display.test_live_report import begin
 from tests.evaluation.decisions.worlds import config, items, judged
-from train.planner.gpus import gpus
+from train.observe.gpus import gpus
 from train.run.recovery.restarts import Restart, add_restart
 
 NOW = datetime(2026, 3, 10, 12, tzinfo=UTC)
