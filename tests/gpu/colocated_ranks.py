@@ -15,7 +15,7 @@ import torch
 
 from deploy.examples.bench.training.reshard import device_type, join_torchruns_ranks
 from train.algorithms import load
-from train.batch.packed import PackedBatch, Rollout
+from train.batch.packed import PackedBatch, Rollout, Sample
 from train.config.training import TrainConfig
 from train.workers.actor import ActorWorker
 from train.workers.rollout import RolloutWorker
@@ -98,13 +98,20 @@ def here(actor: ActorWorker) -> int:
     return sum(part.untyped_storage().nbytes() for part in parts if part.device.type == DEVICE)
 
 
+def generated(rollout: RolloutWorker, **how: Any) -> list[list[Sample]]:
+    """Of the one engine that there is, whose first rank alone has its answers."""
+    found = [rollout.generate(PROMPTS, **how)]
+    torch.distributed.broadcast_object_list(found, src=0)
+    return found[0]
+
+
 def greedy(rollout: RolloutWorker) -> list[list[int]]:
-    return [of[0].token_ids for of in rollout.generate(PROMPTS, n=0, greedy=True)]
+    return [of[0].token_ids for of in generated(rollout, n=0, greedy=True)]
 
 
 def sampled(rollout: RolloutWorker) -> PackedBatch:
     """Responses with a reward that differs within a group."""
-    found = rollout.generate(PROMPTS, n=4, seed=3)
+    found = generated(rollout, n=4, seed=3)
     return PackedBatch.pack(
         [
             Rollout(prompt, s.token_ids, s.log_probs, float(sum(s.token_ids) % 7), group)
