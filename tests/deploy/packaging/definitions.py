@@ -25,11 +25,18 @@ _METADATA: Final[Schema] = {
 """What a manifest says of itself; definitions leave it to Kubernetes."""
 
 
+class _Loader(yaml.CSafeLoader):
+    """Takes a plain ``=`` for the text that it is to Kubernetes; PyYAML has a tag for it and builds nothing of that."""
+
+
+_Loader.add_constructor("tag:yaml.org,2002:value", yaml.CSafeLoader.construct_yaml_str)
+
+
 def definitions(folders: Iterable[Path]) -> dict[str, Schema]:
     """The kinds that the folders' YAML files define, each with a schema, of draft 4, of the version that is stored."""
     found = {}
     for file in sorted(file for folder in folders for file in folder.glob("*.yaml")):
-        for manifest in yaml.load_all(file.read_text(), yaml.CSafeLoader):
+        for manifest in yaml.load_all(file.read_text(), _Loader):
             if manifest and manifest["kind"] == "CustomResourceDefinition":
                 kind, schema = _defined(manifest["spec"])
                 found[kind] = schema

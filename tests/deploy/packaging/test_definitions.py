@@ -48,7 +48,7 @@ spec:
                 labels: {type: object, additionalProperties: {type: string}}
                 free: {type: object, x-kubernetes-preserve-unknown-fields: true}
                 empty: {type: object}
-                parts: {type: array, items: {type: object, properties: {wood: {enum: [oak, elm], type: string}}}}
+                parts: {type: array, items: {type: object, properties: {wood: {enum: [oak, elm, =], type: string}}}}
 """
 
 
@@ -71,7 +71,7 @@ def manifest(**spec: Any) -> dict[str, Any]:
         {},
         {"port": 80, "owner": None},
         {"port": "http", "owner": "ann", "labels": {"any": "word"}},
-        {"free": {"what": {"ever": 1}}, "empty": {}, "parts": [{"wood": "oak"}, {}]},
+        {"free": {"what": {"ever": 1}}, "empty": {}, "parts": [{"wood": "oak"}, {"wood": "="}, {}]},
     ],
 )
 def test_what_a_definition_allows_is_allowed(wheel: dict[str, Any], spec: dict[str, Any]) -> None:
@@ -125,7 +125,7 @@ def test_what_our_schema_takes_beyond_a_definition_is_named(wheel: dict[str, Any
         ".spec.blade is unknown",
         ".spec.blades is required",
         ".spec.labels[]: integer is string",
-        ".spec.parts[].wood: of ['ash', 'oak'] only ['oak', 'elm'] are known",
+        ".spec.parts[].wood: of ['ash', 'oak'] only ['oak', 'elm', '='] are known",
     ]
 
 
