@@ -30,6 +30,7 @@ from tests.serve.conftest import SERVER
 from train.checkpoint.folders import checkpoints
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult
+from train.controller.heartbeat import driver_step
 from train.launch import run_job
 from train.run.recovery.restarts import read_restarts
 from train.run.recovery.resume import checkpoints_of
@@ -50,7 +51,7 @@ TRAIN: dict[str, Any] = {
     "steps": 6,
     "micro_batch_tokens": 64,
     "optimizer": {"learning_rate": 3e-3, "warmup_steps": 3},
-    "rollout": {"max_tokens": 6, "max_model_len": 64, "kv_cache_bytes": 16 * 2**20},
+    "rollout": {"max_tokens": 24, "max_model_len": 64, "kv_cache_bytes": 16 * 2**20},
     "data": {"prompts_per_step": 4, "min_prompts": 4},
     "algorithm": {"name": "grpo", "group_size": 4},
     "checkpoint": {"every_steps": 1},
@@ -201,6 +202,13 @@ def test_two_nodes_train_to_the_weights_of_one(nodes: tuple[Node, Node], home: P
     assert weights["STRICT_PACK"] != (home / "seed" / "model.safetensors").read_bytes()
 
 
+MOMENTS: dict[str, Callable[[JobContext], bool]] = {
+    "sampling": lambda run: driver_step(run.folder) == 3,
+    "learning": lambda run: checkpoints_of(run).exists() and bool(checkpoints(checkpoints_of(run))),
+    "publishing": lambda run: (run.folder / "candidate").exists(),
+}
+
+
 def test_a_training_on_two_nodes_of_which_one_dies_goes_on_by_itself_to_the_same_weights_or_on_fewer_ranks(
     nodes: tuple[Node, Node], home: Path
 ) -> None:
@@ -210,13 +218,14 @@ def test_a_training_on_two_nodes_of_which_one_dies_goes_on_by_itself_to_the_same
         others = {"reward": "users_code:reward", "parent": 1, "python_path": [str(home)]}
         return JobContext.model_validate(job_context(home, run, **others))
 
-    def broken(run: str, meanwhile: Callable[[], None] = lambda: None, **settings: Any) -> JobResult:
-        """The result of a run whose second node dies after its first checkpoint."""
+    def broken(
+        run: str, meanwhile: Callable[[], None] = lambda: None, moment: str = "learning", **settings: Any
+    ) -> JobResult:
+        """The result of a run whose second node dies at a moment."""
         config = TrainConfig.model_validate({**TRAIN, **settings})
         with ThreadPoolExecutor(1) as pool:
             result: Future[JobResult] = pool.submit(run_job, config, context(run))
-            folder = checkpoints_of(context(run))
-            while not (folder.exists() and checkpoints(folder)):
+            while not MOMENTS[moment](context(run)):
                 assert not result.done(), result.exception()
                 time.sleep(0.01)
             worker.kill()
@@ -224,12 +233,17 @@ def test_a_training_on_two_nodes_of_which_one_dies_goes_on_by_itself_to_the_same
             return result.result(PATIENCE_S)
 
     whole = run_job(TrainConfig.model_validate(TRAIN), context("whole"))
-    again = broken("again", worker.start)
-    folders = [home / "policies" / f"v{run.candidate or 0:06d}" for run in (whole, again)]
-    assert folders[0] != folders[1]
-    first, second = ((folder / "model.safetensors").read_bytes() for folder in folders)
-    assert first == second
-    assert [(one.kind, one.ranks) for one in read_restarts(context("again").folder)] == [("lost", 2)]
+    before = PolicyStore(home / "policies").versions()
+    for moment in MOMENTS:
+        again = broken(moment, worker.start, moment)
+        folders = [home / "policies" / f"v{run.candidate or 0:06d}" for run in (whole, again)]
+        assert folders[0] != folders[1]
+        first, second = ((folder / "model.safetensors").read_bytes() for folder in folders)
+        assert first == second, moment
+        restarts = [(one.kind, one.ranks) for one in read_restarts(context(moment).folder)]
+        # The driver is on the head, and may have all that it publishes by then.
+        assert restarts == [("lost", 2)] or (moment == "publishing" and not restarts)
+    assert len(PolicyStore(home / "policies").versions()) == len(before) + len(MOMENTS)
     # A rank on each of two nodes is one rank where there is one node.
     apart = {"pools": {"all": {"strategy": "STRICT_SPREAD"}}}
     fewer = broken("fewer", placement=apart, restarts={"wait_s": 5})
