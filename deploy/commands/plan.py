@@ -149,7 +149,8 @@ def _ways(
         beside = machine.memory - (ASLEEP if use == "in_turns" else 0)
         try:
             if left < 1:
-                raise NothingFits(f"the server has {'all' if servers == count else f'{servers} of'} {count} devices")
+                has = "the only device" if count == 1 else f"{min(servers, count)} of {count} devices"
+                raise NothingFits(f"the server has {has}")
             if use == "in_turns" and (why := settings.serve.never_sleeps):
                 raise NothingFits(why)
             of_training = replace(machine, devices=left, memory=beside)

@@ -29,6 +29,8 @@ def test_a_7b_model_is_planned_for_people_and_as_json(tmp_path: Path, capsys: py
         "actor update",
         "more      16 x 80GB",
         "which the engine leaves free (gpu_memory_utilization 0.788)",
+        "own       the server has device 0, training has devices 1 to 7, evaluation has device 1: ",
+        "turns     the server has device 0, training has devices 0 to 7, ",
     ):
         assert expected in out
     code, out, err = run(capsys, tmp_path, *plain, "--json")
@@ -39,6 +41,25 @@ def test_a_7b_model_is_planned_for_people_and_as_json(tmp_path: Path, capsys: py
     assert max(phase["bytes"] for phase in found["phases"]) == found["memory_limit"]["bytes"]
     assert found["memory_limit"]["bytes"] <= found["machine"]["usable"]
     assert found["seconds"] == pytest.approx(sum(phase["cost"]["seconds"] for phase in found["phases"]))
+    own, turns = found["devices"]["own"], found["devices"]["in_turns"]
+    assert (own["serve"], own["train"], own["waits_for"]) == ([0], list(range(1, 8)), [])
+    assert own["settings"]["train.ranks"] == 7
+    assert (turns["train"], turns["waits_for"]) == (list(range(8)), ["train", "evaluate"])
+    assert turns["seconds"] == found["seconds"] < own["seconds"]
+
+
+def test_one_device_is_planned_in_turns_and_a_fleet_that_can_not_sleep_needs_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(write("Llama-3-8B", tmp_path)), "--train.lora.rank", "8", "--gpus"]
+    code, out, err = run(capsys, tmp_path, *model, "1x80GB")
+    assert code == 0, err
+    assert "own       no: the server has the only device" in out
+    assert "the server sleeps while training or evaluation works" in out
+    code, out, err = run(capsys, tmp_path, *model, "2x80GB", "--serve.fleet.replicas", "2")
+    assert code == 0, err
+    assert "own       no: the server has 2 of 2 devices" in out
+    assert "turns     no: a fleet's replicas don't sleep" in out
 
 
 def test_the_slots_of_adapters_that_serve_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
