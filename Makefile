@@ -103,7 +103,7 @@ bench-async: setup     ## measure responses that go on while training learns aga
 bench-resident: setup  ## measure workers that stay between cycles over 50 of them; the last line is JSON
 	$(BIN)/python -m deploy.examples.bench.training.resident $(ARGS)
 
-bench-traffic: setup   ## measure what a run's driver reads of a lake of 100M tokens, and its memory; the last line is JSON
+bench-traffic: setup   ## measure what a run's driver reads of a lake of 100M tokens, and its memory, for few steps and for 2,000; the last line is JSON
 	$(BIN)/python -m loadtests.bench_traffic $(ARGS)
 
 bench-gpu: setup       ## measure serving, training, weight sync, swaps and plans on this machine's GPUs; the last line is JSON

@@ -106,7 +106,7 @@ FROM interactions SEMI JOIN of_sessions USING (response_id) LEFT JOIN current_re
 WHERE status = 'complete' AND len(prompt_token_ids) > 0 AND len(response_token_ids) > 0
 ORDER BY tenant, "user", session_id, created_at, response_id
 """
-_BY_ID: Final = "SELECT {columns} FROM interactions SEMI JOIN wanted USING (response_id) WHERE status = 'complete'"
+_BY_ID: Final = "SELECT {columns}, place FROM interactions JOIN wanted USING (response_id) WHERE status = 'complete'"
 
 
 def _sampled(row: str, column: str) -> str:
@@ -387,10 +387,14 @@ def logged_responses(
     *,
     versions: Mapping[str, int],
 ) -> _T:
-    """What ``take`` makes of these columns of the complete responses with these ids, in batches and in any order."""
+    """What ``take`` makes of these columns of the complete responses with these ids, in batches and in any order.
+
+    ``ids``: none twice. The column ``place`` is where a row's id is among them.
+    """
 
     def read(connection: duckdb.DuckDBPyConnection) -> _T:
-        connection.register("wanted", pa.table({"response_id": ids}))
+        connection.execute("SET disabled_optimizers = 'build_side_probe_side'")  # hash the ids, not the responses
+        connection.register("wanted", pa.table({"response_id": ids, "place": pa.array(range(len(ids)), pa.int64())}))
         return take(connection.sql(_BY_ID.format(columns=", ".join(columns))).to_arrow_reader(_BATCH_ROWS))
 
     return _read(lake, versions, ("interactions",), read)[0]

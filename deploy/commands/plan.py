@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -56,8 +56,8 @@ def plan(
     """Plan memory and time of training and serving a model, from its config.json alone.
 
     Settings of train that are set are kept; those of memory and parallelism that are not are chosen: micro-batch,
-    activation checkpointing, reduction of gradients, offload, tensor parallelism of training and of generation, and its
-    KV cache. Without --model it is the policy that serves.
+    activation checkpointing, reduction of gradients, offload, tensor and sequence parallelism, replicas, and the KV
+    cache of generation. Without --model it is the policy that serves.
 
     Memory is counted as training allocates it. Seconds follow from the machine's rates and the share of its peak that
     runs usually reach: good for comparing, and not measured on it.
@@ -68,7 +68,7 @@ def plan(
     Exit code 1 if nothing fits; the message says by how much, and which machines would do.
     """
     from train.planner.machine import MachineUnknown, read_machine
-    from train.planner.plan import NothingFits, Workload, choose, fitting_machines, serving, sets_ranks
+    from train.planner.plan import NothingFits, Workload, choose, faster_machine, fitting_machines, serving, sets_ranks
 
     config = settings.train.resolved(settings.path)
     try:
@@ -95,19 +95,20 @@ def plan(
         found = choose(config, models, machine, work)
     except NothingFits as error:
         would_do = [f"{p.machine.devices} x {p.machine.name}" for p in fitting_machines(config, models, machine, work)]
-        better = f"; it would fit on {' or on '.join(would_do)}" if would_do else ""
-        raise NothingFits(f"{error}{better}") from error
+        remedy = f"; it would fit on {' or on '.join(would_do)}" if would_do else ""
+        raise NothingFits(f"{error}{remedy}") from error
     twice = None
     if machine.kind != "cpu" and not sets_ranks(config):
         twice = choose(config, models, replace(machine, devices=2 * machine.devices), work)
+    better = faster_machine(config, models, found, work)
     engine = settings.serve.engine
     slots = 0 if engine.adapters is None else slot_parameters(policy, engine.adapters, config.model)
     replica = serving(models.policy.shape, engine, settings.serve.swap, machine, slots)
     ways = _ways(settings, config, models, machine, work, found, replica)
     if as_json:
-        click.echo(json.dumps(_as_json(found, models.policy.shape, work, replica, twice, ways), indent=2))
+        click.echo(json.dumps(_as_json(found, models.policy.shape, work, replica, twice, better, ways), indent=2))
     else:
-        for line in _lines(found, models.policy.shape, work, replica, twice):
+        for line in _lines(found, models.policy.shape, work, replica, {"more": twice, "better": better}):
             click.echo(line)
         for line in _devices(ways):
             click.echo(line)
@@ -199,7 +200,13 @@ def _serving_folder(settings: Settings) -> Path:
 
 
 def _as_json(
-    found: Plan, shape: ModelShape, work: Workload, replica: Serving, twice: Plan | None, ways: list[Way]
+    found: Plan,
+    shape: ModelShape,
+    work: Workload,
+    replica: Serving,
+    twice: Plan | None,
+    better: Plan | None,
+    ways: list[Way],
 ) -> dict[str, Any]:
     model = {"architecture": shape.architecture, "parameters": shape.parameters, "active": shape.active}
     return {
@@ -215,6 +222,9 @@ def _as_json(
         "memory_limit": {"phase": found.peak.name, "bytes": found.peak.bytes, "largest": _most(found.peak.memory)},
         "time_limit": {"phase": found.slowest.name, "bound": found.slowest.cost.bound},
         "twice_the_devices": None if twice is None else {"seconds": twice.seconds, "settings": twice.settings},
+        "next_machine": None
+        if better is None
+        else {"name": better.machine.name, "seconds": better.seconds, "settings": better.settings},
         "serving": asdict(replica),
         "devices": {way.use: _way_as_json(way) for way in ways},
     }
@@ -226,8 +236,10 @@ def _way_as_json(way: Way) -> dict[str, Any]:
     return asdict(way.assignment) | {"seconds": way.plan.seconds, "settings": way.plan.settings}
 
 
-def _lines(found: Plan, shape: ModelShape, work: Workload, replica: Serving, twice: Plan | None) -> Iterator[str]:
-    """The plan for people."""
+def _lines(
+    found: Plan, shape: ModelShape, work: Workload, replica: Serving, others: Mapping[str, Plan | None]
+) -> Iterator[str]:
+    """The plan for people. ``others``: of better machines, by what a line about them begins with."""
     from deploy.display.tables import table
 
     machine, usable = found.machine, _gib(found.machine.usable)
@@ -258,9 +270,10 @@ def _lines(found: Plan, shape: ModelShape, work: Workload, replica: Serving, twi
     what, most = _most(found.peak.memory)
     yield f"memory    {found.peak.name} has the most, and in it {what} ({_gib(most)} GiB)"
     yield f"time      {found.slowest.name} takes the longest, bound by {found.slowest.cost.bound}"
-    if twice is not None:
-        count = twice.machine.devices
-        yield f"more      {count} x {machine.name}: {twice.seconds:.2f} s a step instead of {found.seconds:.2f}"
+    for label, other in others.items():
+        if other is not None:
+            on = f"{other.machine.devices} x {other.machine.name}"
+            yield f"{label:<10}{on}: {other.seconds:.2f} s a step instead of {found.seconds:.2f}"
     if found.host_bytes:
         yield f"host      {_gib(found.host_bytes)} GiB of a node's own memory, for what is offloaded"
     if found.config.samples and found.config.rollout.backend == "vllm" and machine.kind != "cpu":

@@ -18,7 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from evaluation.suites.held_out import HeldOut
 from feedback import datasets
@@ -31,7 +33,7 @@ from train.config.context_length import longest_context
 from train.config.training import TrainConfig
 from train.data.demonstrations import DemonstrationTokenizer, UnfitTextError
 from train.data.own_prompts import FOREIGN_TOKENS
-from train.data.prompts import Cycled
+from train.data.prompts import Cycled, repr_pieces, sha256_of
 
 T = TypeVar("T")
 
@@ -47,6 +49,7 @@ Response = tuple[list[int] | None, str, float]
 TOO_LONG: Final = "longer than the model's context"
 EMPTY: Final = "no tokens"
 NO_WEIGHT: Final = "without a weight in train.reward_model.weights"
+_BATCH_ROWS: Final = 1024
 _IDS_OF_A_PAIR: Final = ("chosen_response_id", "rejected_response_id")
 OVER_MOST: Final = "over train.data.max_prompts (users' newest come first, then imported ones)"
 
@@ -119,7 +122,7 @@ class OfflineData:
             held_out_rows=[row for _, row in held_out],
             kinds=dict(sorted(kinds.items())),
             left_out={reason: count for reason, count in sorted(left_out.items()) if count},
-            digest=_hash([[item for item, _ in part] for part in (learned, held_out)]),
+            digest=sha256_of(repr_pieces([[item for item, _ in part] for part in (learned, held_out)], 3)),
             learned_prompts=frozenset[str]().union(*(judged_by.keys(row) for _, (row, _) in learned)),
         )
 
@@ -238,33 +241,59 @@ def judgements(lake: Lake, versions: Mapping[str, int], config: TrainConfig, lef
     weights, votes = config.reward_model.weights, config.reward_model.votes or {}
     compared = datasets.preference_pairs(lake, versions=versions, max_thumb_pairs_per_prompt=0)
     left_out.update({why: count for why, count in compared.left_out.items() if why != OVER_CAP})
-    found: list[tuple[str, dict[str, Any], list[Response]]] = []
-    instead: list[tuple[str, dict[str, Any], list[Response]]] = []
-    known: set[str] = set()
-    for row in compared.table.to_pylist():
-        weight = getattr(weights, row["kind"])
-        if weight == 0:
-            left_out[NO_WEIGHT] += 1
-            continue
-        chosen = (row["chosen_token_ids"], row["chosen"], 1.0)
-        responses = [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]
-        found.append((f"pairs by {row['kind']}", row | {"weight": weight}, responses))
-        known |= {row[name] for name in _IDS_OF_A_PAIR}
+    by_kind = pa.array([float(getattr(weights, kind)) for kind in compared.table["kind"].to_pylist()], pa.float64())
+    weighed = pc.not_equal(by_kind, 0.0)
+    of_pairs = compared.table.append_column("weight", by_kind).filter(weighed)
+    left_out[NO_WEIGHT] += len(by_kind) - of_pairs.num_rows
+    alone, covered = _votes(lake, versions, votes, config, of_pairs)
+    order = _by_time(of_pairs, alone)
+    imported = pa.chunked_array([*of_pairs["imported"].chunks, *alone["imported"].chunks], pa.bool_())
+    kept = order[_kept(imported.take(pa.array(order)).to_pylist(), config, left_out)]
+    is_pair = kept < of_pairs.num_rows
+    pairs_left = iter(of_pairs.take(pa.array(kept[is_pair])).to_pylist())
+    votes_left = iter(alone.take(pa.array(kept[~is_pair] - of_pairs.num_rows)).to_pylist())
+    for compares in is_pair:
+        if compares:
+            row = next(pairs_left)
+            chosen = (row["chosen_token_ids"], row["chosen"], 1.0)
+            yield f"pairs by {row['kind']}", row, [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]
+        else:
+            yield _voted(next(votes_left), in_a_pair=False)
+    for batch in covered.take(pa.array(_by_time(covered))).to_batches(_BATCH_ROWS):
+        for row in batch.to_pylist():
+            yield _voted(row, in_a_pair=True)
+
+
+def _votes(
+    lake: Lake, versions: Mapping[str, int], votes: Mapping[str, Any], config: TrainConfig, of_pairs: pa.Table
+) -> tuple[pa.Table, pa.Table]:
+    """The votes on responses that are in none of the pairs, and on those that are."""
+    weights = config.reward_model.weights
     human, kinds = (
         HumanConfig.model_validate(votes.get("human", {})),
         KindsConfig.model_validate(votes.get("kinds", {})),
     )
     of_kinds = {"thumbs": weights.thumb, "ratings": weights.rating, "metrics": weights.metric}
     weighed = {name: weight * getattr(human, name) for name, weight in of_kinds.items()}
-    if any(weighed.values()):
-        human = human.model_copy(update={**weighed, "preferences": 0.0})
-        for row in datasets.votes(lake, human, kinds, versions=versions).table.to_pylist():
-            covered = row["response_id"] in known
-            voted = (row["response_token_ids"], row["response"], row["vote"])
-            (instead if covered else found).append(("votes", row | {"in_a_pair": covered}, [voted]))
-    found.sort(key=lambda item: item[1]["created_at"])
-    yield from itertools.compress(found, _kept([row["imported"] for _, row, _ in found], config, left_out))
-    yield from sorted(instead, key=lambda item: item[1]["created_at"])
+    if not any(weighed.values()):
+        none = datasets.VOTES.empty_table()
+        return none, none
+    human = human.model_copy(update={**weighed, "preferences": 0.0})
+    found = datasets.votes(lake, human, kinds, versions=versions).table
+    known = pa.chunked_array([chunk for name in _IDS_OF_A_PAIR for chunk in of_pairs[name].chunks], pa.string())
+    covered = pc.is_in(found["response_id"], value_set=known)
+    return found.filter(pc.invert(covered)), found.filter(covered)
+
+
+def _by_time(*tables: pa.Table) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The numbers of the rows of these tables, one after the other, oldest first."""
+    times = [table["created_at"].cast(pa.int64()).to_numpy() for table in tables]
+    return np.argsort(np.concatenate(times), kind="stable")
+
+
+def _voted(row: dict[str, Any], *, in_a_pair: bool) -> tuple[str, dict[str, Any], list[Response]]:
+    voted = (row["response_token_ids"], row["response"], row["vote"])
+    return "votes", row | {"in_a_pair": in_a_pair}, [voted]
 
 
 def demonstrations(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
@@ -312,5 +341,5 @@ def _kept(imported: list[bool], config: TrainConfig, left_out: Counter[str]) -> 
     return [i not in left for i in range(len(imported))]
 
 
-def _hash(content: object) -> str:
-    return hashlib.sha256(repr(content).encode()).hexdigest()
+def _hash(prompt: tuple[int, ...]) -> str:
+    return hashlib.sha256(repr(prompt).encode()).hexdigest()

@@ -6,10 +6,12 @@ import hashlib
 import json
 import math
 import random
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,7 +91,7 @@ class TrainingData:
         if per_step:
 
             def drawn(groups: int) -> Iterable[int]:
-                return Cycled(range(groups), min(per_step, groups), f"{seed}:traffic").until(config.steps)
+                return Cycled(range(groups), min(per_step, groups), f"{seed}:traffic").drawn_before(config.steps)
 
             traffic = Traffic.read(
                 lake,
@@ -105,6 +107,7 @@ class TrainingData:
                 splits=config.algorithm.name != ONLINE_DPO,
                 by_turn=config.algorithm.credit == "turn",
                 mean=data.session_reward == "mean",
+                folder=config.runs if config.runs.is_dir() else None,
             )
             logged = traffic.groups
         fresh = ""
@@ -116,15 +119,18 @@ class TrainingData:
             fresh += (f", {repeated} {DUPLICATE}" if own else "") + ")"
         out = redacted(lake, versions=versions)
         without = f"{out} redacted responses and their prompts left out" if out else ""
-        content = repr([p.prompt_token_ids for p in usable]) + (traffic.digest if traffic is not None else "[]")
+        content: list[Iterable[str]] = [
+            repr_pieces([p.prompt_token_ids for p in usable], 1),
+            [traffic.digest if traffic is not None else "[]"],
+        ]
         asked_for = Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts")
         if own:
-            content += repr([of.prompts for of in own])
+            content.append(repr_pieces([of.prompts for of in own], 2))
         evaluated: list[Prompt] = []
         if config.evaluate_suite is not None:
             longest = longest_prompt(config.rollout, policy)
             evaluated = own_prompts.of_suite(Suite.load(config.evaluate_suite), policy, longest)
-            content += repr(evaluated)
+            content.append(repr_pieces(evaluated, 1))
         read = [*usable, *(prompt for of in own for prompt in of.prompts)]
         return cls(
             learned_prompts=frozenset(traffic.learned_prompts if traffic is not None else ()).union(
@@ -134,7 +140,7 @@ class TrainingData:
             traffic=Cycled(logged, min(per_step, len(logged)), f"{seed}:traffic"),
             summary=", ".join(part for part in (fresh, *map(str, own), str(traffic or ""), without) if part),
             left_out=sum(traffic.left_out.values()) if traffic is not None else 0,
-            digest=hashlib.sha256(content.encode()).hexdigest(),
+            digest=sha256_of(chain.from_iterable(content)),
             own=own,
             held_out=evaluated,
             split=traffic.split if traffic is not None else {},
@@ -186,9 +192,10 @@ class Cycled:
     count: int
     seed: str
 
-    def until(self, step: int) -> list[Any]:
-        """The items of all steps before this one; one that several draw is there as often."""
-        return self.draws(0, step * self.count)
+    def drawn_before(self, step: int) -> Sequence[Any]:
+        """The items that steps before this one draw, each once."""
+        drawn = step * self.count
+        return self.items if drawn >= len(self.items) else self.draws(0, drawn)
 
     def at(self, step: int) -> list[Any]:
         """The items of a step; none if there are none."""
@@ -204,8 +211,8 @@ class Cycled:
 
 
 @lru_cache(maxsize=8)  # a curriculum looks at one step after the other
-def _order(seed: str, size: int) -> list[int]:
-    return random.Random(seed).sample(range(size), size)
+def _order(seed: str, size: int) -> array[int]:
+    return array("q", random.Random(seed).sample(range(size), size))
 
 
 @dataclass(frozen=True)
@@ -246,3 +253,24 @@ class Mixed:
         before, now = (np.bincount(part, minlength=len(due)) for part in (turns[: -self.count], turns[-self.count :]))
         drawn = [iter(of.draws(int(k), int(n))) for of, k, n in zip(self.sources, before, now, strict=True)]
         return [next(drawn[i]) for i in turns[-self.count :]]
+
+
+def sha256_of(pieces: Iterable[str]) -> str:
+    """The sha256 of a text in pieces, which is never there as a whole."""
+    found = hashlib.sha256()
+    for piece in pieces:
+        found.update(piece.encode())
+    return found.hexdigest()
+
+
+def repr_pieces(value: object, depth: int) -> Iterator[str]:
+    """``repr(value)`` in pieces: lists, down to a depth, item by item."""
+    if depth == 0 or not isinstance(value, list):
+        yield repr(value)
+        return
+    yield "["
+    for number, item in enumerate(value):
+        if number:
+            yield ", "
+        yield from repr_pieces(item, depth - 1)
+    yield "]"

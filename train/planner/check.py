@@ -192,14 +192,17 @@ def _adapters_fit(config: TrainConfig, policy: Path, machine: Machine, work: Wor
 def _opened(config: TrainConfig, *, offload: bool = True) -> TrainConfig:
     """The same with all settings that decide about memory open, for ``choose``; ``offload``: that one too."""
     ranks = [] if len(config.placement.pools) > 1 else ["ranks"]
-    fsdp = config.fsdp if offload else config.fsdp.model_copy(update={"cpu_offload": False})
+    none = {"cpu_offload": False, "offload_optimizer": False}
+    fsdp = config.fsdp if offload else config.fsdp.model_copy(update=none)
     parts = {
         "fsdp": _unset(
             fsdp,
             "reduce_every_micro_batch",
             "offload_while_generating",
             "tensor_parallel",
-            *(["cpu_offload"] if offload else []),
+            "sequence_parallel",
+            "replicas",
+            *(["cpu_offload", "offload_optimizer"] if offload else []),
         ),
         "rollout": _unset(config.rollout.model_copy(update={"kv_cache_bytes": None}), "tensor_parallel_size"),
     }

@@ -206,7 +206,8 @@ def _unset(config: TrainConfig) -> list[str]:
 
 def _fixed(config: TrainConfig) -> TrainConfig:
     """The same, with all that ``choose`` would choose as set, but for what is unset here."""
-    fsdp = {name: getattr(config.fsdp, name) for name in ("cpu_offload", "tensor_parallel")}
+    set_ = ("cpu_offload", "offload_optimizer", "tensor_parallel", "sequence_parallel", "replicas")
+    fsdp = {name: getattr(config.fsdp, name) for name in set_}
     rollout = {"tensor_parallel_size": config.rollout.tensor_parallel_size}
     whole = {name: getattr(config, name) for name in ("micro_batch_tokens", "ranks")}
     parts = {

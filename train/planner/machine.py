@@ -110,6 +110,21 @@ def parse_gpus(text: str) -> Machine:
     return replace(PRESETS["A100"], name=f"{found[2]}GB", devices=int(found[1]), memory=memory)
 
 
+def better_presets(machine: Machine) -> list[Machine]:
+    """As many devices of the presets that are quicker at something and worse at nothing, the next better one first.
+
+    That one has a hundredth less memory than another counts for nothing.
+    """
+    return [
+        replace(preset, devices=machine.devices, node_devices=machine.node_devices)
+        for preset in PRESETS.values()
+        if machine.kind == preset.kind
+        and min(preset.flops / machine.flops, preset.bandwidth / machine.bandwidth) >= 1
+        and max(preset.flops / machine.flops, preset.bandwidth / machine.bandwidth) > 1
+        and preset.memory >= 0.99 * machine.memory
+    ]
+
+
 def read_machine(file: Path) -> Machine:
     """A machine from YAML: fields of ``Machine``, and ``like: A100`` for those that are left out.
 

@@ -51,6 +51,8 @@ class Sharding:
     gloo's, which reduces in a copy. ``resharded``: layers are freed between their passes. ``ahead``: layers that are
     gathered before their turn. ``state``: of ``state_bytes``; ``waits``: it is in the host's memory but for the
     optimizer's step (train.fsdp.offload_optimizer). ``muon``: matrices are gathered whole for their update.
+    ``copies``: groups of ranks that each hold the whole model (train.fsdp.replicas). ``sharers``: ranks that share each
+    sequence (train.fsdp.sequence_parallel).
     """
 
     shards: int
@@ -67,6 +69,8 @@ class Sharding:
     state: tuple[float, float] = ADAMW
     waits: bool = False
     muon: bool = False
+    copies: int = 1
+    sharers: int = 1
 
     def reduction(self, trained: int) -> Memory:
         """Of so many parameters: gradients in the compute type are copied to a buffer in float32, and then gone; the

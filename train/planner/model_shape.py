@@ -164,6 +164,7 @@ def shape_of(
         stored=str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch."),
         context=full_context(json.loads(config.to_json_string(use_diff=False))),
         tensor_parallel=tuple(t for t in TENSOR_PARALLEL if t == 1 or can_share(model, t)),
+        shares_sequences=_shares_sequences(model),
     )
 
 
@@ -269,6 +270,13 @@ def _meta_model(config: PretrainedConfig, make: Make) -> PreTrainedModel:
             return make(deepcopy(config))
     except ValueError as error:
         raise ModelNotPlanned(f"{type(config).__name__}: {error}; name a model that answers in text") from error
+
+
+def _shares_sequences(model: PreTrainedModel) -> bool:
+    try:
+        return use_packed_attention(model)
+    except ValueError:  # its layers carry a state
+        return False
 
 
 def _trained_whole(make: Make) -> frozenset[str]:

@@ -15,13 +15,17 @@ from serve.standby_room import SLACK, WORKSPACE, Needs, decide, never_standby
 from train.config.training import TrainConfig
 from train.planner import memory, step_time
 from train.planner.engine_memory import ADAPTER_COPIES, device_share, engine_bytes
-from train.planner.machine import Machine
+from train.planner.machine import Machine, better_presets
 from train.planner.memory import Memory, Sharding
 from train.planner.sizes import GIB, ITEMSIZE, Activations, Batch, ModelShape, PassOperations
-from train.planner.step_time import Cost, Generation
+from train.planner.step_time import Cost, Counts, Generation
 
 MICRO_BATCHES: Final = (65536, 32768, 16384, 8192, 4096, 2048, 1024)
 TENSOR_PARALLEL: Final = (1, 2, 4, 8)
+SEQUENCE_PARALLEL: Final = (1, 2, 4, 8)
+LONG: Final = 8192
+"""Tokens of a sequence from which on it may be worth while that ranks share it."""
+
 MEMORY_SIZES: Final = (24, 40, 48, 80, 96, 141, 192, 288)
 """Of devices that there are, GB."""
 
@@ -147,7 +151,10 @@ class Plan:
             "train.activation_checkpointing": bool(config.activation_checkpointing),
             "train.fsdp.reduce_every_micro_batch": bool(config.fsdp.reduce_every_micro_batch),
             "train.fsdp.cpu_offload": config.fsdp.cpu_offload,
+            "train.fsdp.offload_optimizer": config.fsdp.offload_optimizer,
             "train.fsdp.tensor_parallel": config.fsdp.tensor_parallel,
+            "train.fsdp.sequence_parallel": config.fsdp.sequence_parallel,
+            "train.fsdp.replicas": config.fsdp.replicas,
             **(rollout if config.samples else {}),
         }
 
@@ -212,8 +219,8 @@ def choose(config: TrainConfig, models: Models, machine: Machine, work: Workload
     """The fastest plan that fits, of the settings that ``config`` leaves open (those that it sets stay).
 
     Chosen are micro-batch, activation checkpointing, when gradients are reduced, offload, what waits in the host's
-    memory while the policy generates, and the tensor parallelism of training and of generation; of what is as fast,
-    what needs less.
+    memory while the policy generates, the tensor parallelism of training and of generation, how many ranks share a
+    sequence, and whether each node holds the whole model; of what is as fast, what needs less.
 
     Raises:
         NothingFits: none does.
@@ -278,6 +285,16 @@ def _require_devices(config: TrainConfig, machine: Machine) -> None:
 def sets_ranks(config: TrainConfig) -> bool:
     """Whether the settings say how many ranks there are; if not, there is one for each device."""
     return "ranks" in config.model_fields_set or len(config.placement.pools) > 1
+
+
+def faster_machine(config: TrainConfig, models: Models, found: Plan, work: Workload) -> Plan | None:
+    """The plan of the next better preset of devices, as many of them, on which a step takes less; None if none is."""
+    for machine in better_presets(found.machine):
+        with suppress(NothingFits):
+            other = choose(config, models, machine, work)
+            if round(other.seconds, 2) < round(found.seconds, 2):
+                return other
+    return None
 
 
 def fitting_machines(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Iterator[Plan]:
@@ -355,8 +372,9 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
     if packs or (config.fp8 is not None and config.fp8.training is not None):
         slices = [1]  # as the settings are checked
     in_turns = config.samples and rollout.backend == "vllm" and config.placement.rollout == config.placement.actor
-    if config.samples and rollout.backend == "hf":  # which shares no layer
-        tensor_parallel = slices = [1]
+    sharers, replicas = _sharers(config, models, machine, work), _replicas(config, models, machine, ranks)
+    if config.samples and rollout.backend == "hf":  # which shares no layer, and no sequence
+        tensor_parallel = slices = sharers = [1]
     choices = (
         _open(config, "micro_batch_tokens", [n for n in MICRO_BATCHES if n >= longest] or [longest]),
         _open(config, "activation_checkpointing", [False, True]),
@@ -365,12 +383,19 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
         _open(rollout, "tensor_parallel_size", tensor_parallel),
         _open(fsdp, "tensor_parallel", slices),
         _open(fsdp, "offload_while_generating", [False, True] if in_turns and not cpu else [False]),
+        _open(fsdp, "replicas", replicas),
+        _open(fsdp, "sequence_parallel", sharers),
+        _open(fsdp, "offload_optimizer", [False] if cpu else [False, True]),
     )
-    for tokens, checkpointing, reduce, offload, t, cut, away in itertools.product(*choices):
-        if offload and away:
+    for tokens, checkpointing, reduce, offload, t, cut, away, copies, share, waits in itertools.product(*choices):
+        if offload and (away or waits):
             continue  # all of it is in the host's memory at all times
-        if engines % t or (config.placement.rollout == config.placement.actor and (ranks // fsdp.replicas) % t):
+        if engines % t or (config.placement.rollout == config.placement.actor and (ranks // copies) % t):
             continue  # an engine would cross replicas
+        if share > 1 and not _can_share(config, models, machine, ranks, share, cut):
+            continue
+        if (ranks // copies) % cut:
+            continue  # ranks that share layers would cross replicas
         if config.placement.rollout == config.placement.actor and t % cut and cut % t:
             continue  # they share ranks
         yield config.model_copy(
@@ -384,6 +409,9 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
                         "cpu_offload": offload,
                         "tensor_parallel": cut,
                         "offload_while_generating": away,
+                        "replicas": copies,
+                        "sequence_parallel": share,
+                        "offload_optimizer": waits,
                     }
                 ),
                 "rollout": rollout.model_copy(update={"tensor_parallel_size": t}),
@@ -393,16 +421,58 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
 
 def _slices(config: TrainConfig, models: Models, machine: Machine, ranks: int) -> list[int]:
     """In how many slices training may cut the layers: of ranks of one node, that can still share out a step."""
-    fsdp, traced = config.fsdp, [model for model in (models.actor, models.critic) if model is not None]
-    pools = {config.placement.actor, config.placement.reference, config.placement.critic or config.placement.actor}
-    counts = [config.placement.pools[pool].ranks or ranks for pool in pools]
+    fsdp, traced = config.fsdp, _trained(models)
     return [
         t
         for t in TENSOR_PARALLEL
         if t <= machine.node_devices
         and all(t in model.shape.tensor_parallel for model in traced)
-        and all(n // fsdp.replicas % t == 0 and n % (t * fsdp.sequence_parallel) == 0 for n in counts)
+        and all(
+            n // fsdp.replicas % t == 0 and n % (t * fsdp.sequence_parallel) == 0
+            for n in _training_ranks(config, ranks)
+        )
     ]
+
+
+def _sharers(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> list[int]:
+    """How many ranks may share a sequence: several where sequences are long."""
+    fsdp = config.fsdp
+    if work.prompt_tokens + work.response_tokens < LONG or fsdp.compile_layers is not None or fsdp.attention != "auto":
+        return [1]
+    if not all(model.shape.shares_sequences for model in _trained(models)):
+        return [1]
+    return [n for n in SEQUENCE_PARALLEL if n <= machine.node_devices]
+
+
+def _can_share(config: TrainConfig, models: Models, machine: Machine, ranks: int, sharers: int, slices: int) -> bool:
+    """Whether so many ranks can share sequences, and so many layers, on one node (``_ranks_divide``)."""
+    together = sharers * slices
+    return (
+        together <= machine.node_devices
+        and all(model.shape.heads % together == 0 for model in _trained(models))
+        and all(n % together == 0 for n in _training_ranks(config, ranks))
+    )
+
+
+def _replicas(config: TrainConfig, models: Models, machine: Machine, ranks: int) -> list[int]:
+    """How many copies of the model there may be: one for each node, where the network between nodes is slower than
+    what joins a node's devices, and a node holds what is kept from step to step; or one in all."""
+    nodes, rest = divmod(ranks, machine.node_devices)
+    if nodes < 2 or rest or machine.network >= machine.link or set(_training_ranks(config, ranks)) != {ranks}:
+        return [1]
+    alone = Sharding(1, ITEMSIZE[config.dtype], ITEMSIZE[config.dtype], state=memory.state_bytes(config.optimizer))
+    kept = sum(memory.held(model.shape, alone).total() for model in _trained(models))
+    return [nodes, 1] if kept < machine.usable * machine.node_devices else [1]
+
+
+def _trained(models: Models) -> list[TracedModel]:
+    return [model for model in (models.actor, models.critic) if model is not None]
+
+
+def _training_ranks(config: TrainConfig, ranks: int) -> list[int]:
+    """Of each pool that trains, or has the reference; ``ranks``: of those that do not say how many."""
+    on = config.placement
+    return [on.pools[pool].ranks or ranks for pool in {on.actor, on.reference, on.critic or on.actor}]
 
 
 def _open(section: Any, name: str, values: list[Any]) -> list[Any]:
@@ -439,9 +509,10 @@ class _Planner:
         self.eager = is_eager(config, machine)
         self.shares_actor = config.lora is not None and on.reference == on.actor
         minibatch = replace(work, prompts=-(-work.prompts // config.minibatches))
-        parallel = config.fsdp.sequence_parallel
+        sharers = config.fsdp.sequence_parallel
         self.count, usual, full = micro_batches(minibatch, config.data_parallel_ranks, config.micro_batch_tokens)
-        self.batch, self.full = usual.scaled(1 / parallel), full.scaled(1 / parallel)
+        self.batch, self.full = usual.scaled(1 / sharers), full.scaled(1 / sharers)
+        self.computed: Counts = usual.share(sharers)
         self.held = {role: self._held(role) for role in self.pools if role != "rollout"}
         self.passes = list(self._training())
 
@@ -489,7 +560,7 @@ class _Planner:
 
     def _inference(self, role: str, name: str, times: int) -> _Pass:
         model, how = self._model(role), self._how(role)
-        cost = step_time.inference_cost(model.shape, how, self.batch, self.machine, self._operations(model))
+        cost = step_time.inference_cost(model.shape, how, self.computed, self.machine, self._operations(model))
         return _Pass(
             name,
             role,
@@ -499,7 +570,7 @@ class _Planner:
 
     def _update(self, role: str, times: int) -> _Pass:
         model, how = self._model(role), self._how(role)
-        cost = step_time.update_cost(model.shape, how, self.batch, self.machine, self._operations(model))
+        cost = step_time.update_cost(model.shape, how, self.computed, self.machine, self._operations(model))
         return _Pass(
             f"{role} update",
             role,
@@ -544,6 +615,8 @@ class _Planner:
             state=memory.state_bytes(config.optimizer),
             waits=config.fsdp.offload_optimizer and self.machine.kind != "cpu",
             muon=config.optimizer.name == "muon",
+            copies=config.fsdp.replicas,
+            sharers=config.fsdp.sequence_parallel,
         )
 
     def _held(self, role: str) -> Memory:
@@ -703,6 +776,8 @@ class _Planner:
         """Of weights that go from training to the engines."""
         shape = self.models.policy.shape
         ranks = self.config.ranks_of(self.pools["actor"])
+        if not self._own_pool:  # what a rank lacks, its own replica has
+            ranks //= self.config.fsdp.replicas
         whole = self.itemsize * shape.parameters
         if self.config.generates_beside_adapters:  # from rank 0 to all, or gathered by each
             moved = int(self.itemsize * self._adapters * (1 if self._own_pool else (ranks - 1) / ranks))
@@ -715,8 +790,8 @@ class _Planner:
             moved = int(whole * (ranks - 1) / ranks)
         else:
             moved = step_time.sync_bytes(shape, ranks, self.t, self.itemsize)
-        link = self.machine.slowest_link(max(ranks, self.config.ranks_of(self.pools["rollout"])))
-        return Cost(moved / link, moved, "communication")
+        apart = ranks if not self._own_pool else max(ranks, self.config.ranks_of(self.pools["rollout"]))
+        return Cost(moved / self.machine.slowest_link(apart), moved, "communication")
 
     def _beside_engine(self, phase: Phase, kv: int) -> Phase:
         if phase.pool != self.pools["rollout"]:

@@ -51,7 +51,8 @@ class ModelShape:
 
     ``kinds``: parameters by kind; they add up to all. ``active``: those that compute a token (a mixture's experts that
     are not routed to don't). ``stored``: the type in config.json. ``context``: tokens; None if it doesn't say.
-    ``tensor_parallel``: how many ranks may share each layer in training.
+    ``tensor_parallel``: how many ranks may share each layer in training. ``shares_sequences``: whether its attention
+    lets ranks share sequences.
     """
 
     architecture: str
@@ -68,6 +69,7 @@ class ModelShape:
     stored: str
     context: int | None
     tensor_parallel: tuple[int, ...] = (1,)
+    shares_sequences: bool = False
 
     def slice_of(self, slices: int) -> ModelShape:
         """What each of so many ranks has that share the layers (train.fsdp.tensor_parallel).
@@ -124,6 +126,15 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Rows, those of them that are scored, and pairs of a query and a key, of a part of a ``Batch``."""
+
+    rows: int
+    scored: int
+    pairs: float
+
+
+@dataclass(frozen=True)
 class Batch:
     """The rows of a micro-batch as ``train.batch.prompt_rows`` makes them: a prompt once for all its responses.
 
@@ -152,6 +163,10 @@ class Batch:
         rows = prompts * (prompt_tokens + responses * computed)
         keys = rows + prompts * responses * prompt_tokens
         return cls(rows, prompts * responses * response_tokens, keys, spans)
+
+    def share(self, ranks: int) -> Share:
+        """What each of so many ranks computes that share every sequence (Ulysses)."""
+        return Share(-(-self.rows // ranks), -(-self.scored // ranks), self.pairs / ranks)
 
     def scaled(self, factor: float) -> Batch:
         """With as many times the sequences."""

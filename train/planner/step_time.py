@@ -5,12 +5,13 @@ Each is the larger of what computing and what moving bytes takes (a roofline), w
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
 from train.planner.machine import Machine
 from train.planner.memory import MASTER, Sharding, optimizer_state
-from train.planner.sizes import Batch, ModelShape, Operations, PassOperations
+from train.planner.sizes import ModelShape, Operations, PassOperations
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,12 @@ class Cost:
 
     def after(self, passed: int, rate: float) -> Cost:
         """With so many more bytes, at a rate a second, that nothing overlaps."""
-        wire = passed / rate
-        bound = "communication" if wire > self.seconds else self.bound
-        return Cost(self.seconds + wire, self.moved + passed, bound)
+        return self.and_then(Cost(passed / rate, passed))
+
+    def and_then(self, sent: Cost) -> Cost:
+        """With what is sent beside, that nothing overlaps."""
+        bound = "communication" if sent.seconds > self.seconds else self.bound
+        return Cost(self.seconds + sent.seconds, self.moved + sent.moved, bound)
 
 
 class Counts(Protocol):
@@ -77,23 +81,25 @@ def update_passes(shape: ModelShape) -> float:
     return 3.0 if shape.trained > shape.frozen else 2.0
 
 
-def gathered_bytes(shape: ModelShape, how: Sharding) -> int:
+def gathered_bytes(shape: ModelShape, how: Sharding, *, root: bool = True) -> int:
     """That a rank receives to have all parameters once: the other ranks' shares, (w - 1)/w of the model in the compute
-    type (ZeRO stage 3, arXiv 1910.02054, section 7.2.2)."""
-    return int(shape.whole(how.itemsize) * (how.shards - 1) / how.shards)
+    type (ZeRO stage 3, arXiv 1910.02054, section 7.2.2). ``root``: with those that are in no layer."""
+    whole = shape.whole(how.itemsize) - (0 if root else shape.root.whole(how.itemsize))
+    return int(whole * (how.shards - 1) / how.shards)
 
 
-def passed_bytes(shape: ModelShape, how: Sharding, batch: Batch, *, learns: bool) -> int:
+def passed_bytes(shape: ModelShape, how: Sharding, batch: Counts, *, learns: bool) -> int:
     """That a rank sends in one micro-batch to those that share its layers (train.fsdp.tensor_parallel).
 
     All-reduces of hidden states: two a layer forward and two backward (Megatron-LM, arXiv 1909.08053, section 3), one
     of the embedding's output, and one of the gradient that the output layer gives, in float32. A ring's all-reduce
-    moves 2 (t - 1)/t of the bytes.
+    moves 2 (t - 1)/t of the bytes. What checkpointing computes again stops before a layer's last product, and so before
+    its second all-reduce (but where a norm follows that, as in Gemma 2).
     """
     each, layers = batch.rows * shape.hidden * how.itemsize, len(shape.layers)
     total = (2 * layers + 1) * each
     if learns:
-        total += 2 * layers * (1 + how.checkpointing) * each + MASTER * batch.scored * shape.hidden
+        total += layers * (2 + how.checkpointing) * each + MASTER * batch.scored * shape.hidden
     return int(2 * (how.slices - 1) / how.slices * total)
 
 
@@ -102,20 +108,48 @@ def operations_seconds(operations: Operations, machine: Machine) -> float:
     return operations.count * machine.operation_s + operations.moved / machine.touched
 
 
+def exchanged_bytes(shape: ModelShape, how: Sharding, batch: Counts, *, learns: bool) -> int:
+    """That a rank sends in one micro-batch to those that share its sequences (train.fsdp.sequence_parallel).
+
+    Around attention two all-to-alls a layer, of which (w - 1)/w goes to others: queries, keys and values there, what
+    attention made of them back; and their gradients the other way (Ulysses, arXiv 2309.14509, section 3). Keys and
+    values are repeated where their heads don't divide (``train.model.ulysses``). ``batch``: of this rank.
+    """
+    sharers = how.sharers
+    repeated = sharers // math.gcd(shape.key_value_heads, sharers)
+    heads = 2 * shape.heads + 2 * repeated * shape.key_value_heads
+    passes = 1 + learns * (1 + how.checkpointing)
+    each = batch.rows * heads * shape.head_size * how.itemsize
+    return int(passes * len(shape.layers) * each * (sharers - 1) / sharers)
+
+
+def _within_layers(shape: ModelShape, how: Sharding, batch: Counts, machine: Machine, *, learns: bool) -> Cost:
+    """What ranks that share layers or sequences send each other in all micro-batches: computing waits for it."""
+    passed = how.micro_batches * passed_bytes(shape, how, batch, learns=learns)
+    exchanged = how.micro_batches * exchanged_bytes(shape, how, batch, learns=learns)
+    apart = machine.slowest_link(how.slices * how.sharers)  # groups that share layers are neighbours
+    layers, again = len(shape.layers), how.checkpointing
+    sums = (how.slices > 1) * (layers * (2 + learns * (2 + again)) + 1 + learns)
+    exchanges = (how.sharers > 1) * 2 * layers * (1 + learns * (1 + again))
+    waits = how.micro_batches * (sums + exchanges) * machine.unit_s
+    return Cost(waits + passed / machine.slowest_link(how.slices) + exchanged / apart, passed + exchanged)
+
+
 def update_cost(
-    shape: ModelShape, how: Sharding, batch: Batch, machine: Machine, beside: PassOperations | None = None
+    shape: ModelShape, how: Sharding, batch: Counts, machine: Machine, beside: PassOperations | None = None
 ) -> Cost:
     """An optimizer step of so many micro-batches.
 
-    Computing: a backward pass is twice a forward one (once with frozen weights, whose gradients nobody needs),
-    checkpointing adds a forward pass, and logits are made once more. Moved: parameters are gathered for either pass,
-    and gradients reduced in float32, (w - 1)/w of 4 bytes each, once or with every micro-batch; what ranks that share
-    layers pass to each other (``passed_bytes``) waits for computing, and computing for it. AdamW reads and writes 28
-    bytes a parameter: weight, gradient (read alone) and two moments; another optimizer, what its state has. With
-    parameters in the host's memory each gather first copies a rank's slice, and it is the host that does the
-    optimizer's step. Without resharding between a layer's passes it is gathered once for both. State that waits in the
-    host's memory comes and goes. For Muon every rank receives all matrices in float32 and the updates of all, and
-    computes its share of these. On a CPU nothing overlaps, and what it does beside matrix products counts.
+    Computing: a backward pass is twice a forward one (once with frozen weights, whose gradients nobody needs), and
+    checkpointing adds a forward pass. Moved: parameters are gathered for either pass (those in no layer are kept from
+    one to the other), and gradients reduced in float32, (w - 1)/w of 4 bytes each, once or with every micro-batch, and
+    then, of c copies of the model, each slice over all copies, 2 (c - 1)/c of its bytes; what ranks that share layers
+    or sequences send each other (``passed_bytes``, ``exchanged_bytes``) waits for computing, and computing for it.
+    AdamW reads and writes 28 bytes a parameter: weight, gradient (read alone) and two moments; another optimizer, what
+    its state has. With parameters in the host's memory each gather first copies a rank's slice, and it is the host that
+    does the optimizer's step. Without resharding between a layer's passes it is gathered once for both. State that
+    waits in the host's memory comes and goes. For Muon every rank receives all matrices in float32 and the updates of
+    all, and computes its share of these. On a CPU nothing overlaps, and what it does beside matrix products counts.
 
     Args:
         beside: what else a pass runs, on a machine whose rates know what that takes.
@@ -123,15 +157,23 @@ def update_cost(
     passes = update_passes(shape) + how.checkpointing
     count = how.micro_batches
     compute = count * passes * products_seconds(shape, how, batch, machine)
-    compute += count * 2 * weights(shape)[1] * batch.scored / machine.matrix_flops(how.itemsize)  # logits, once more
     if beside is not None:
+        compute += (
+            count * 2 * weights(shape)[1] * batch.scored / machine.matrix_flops(how.itemsize)
+        )  # logits, once more
         again = beside.again * how.checkpointing
         compute += count * operations_seconds(beside.forward + beside.backward + again, machine)
     reductions = count if how.reduce_every_micro_batch else 1
     reduced = MASTER * shape.trained * (how.shards - 1) / how.shards
     gathers = count * (1 + how.resharded)
-    moved = int(gathers * gathered_bytes(shape, how) + reductions * reduced)
-    wire = moved / machine.slowest_link(how.shards)
+    gathered = gathered_bytes(shape, how) + how.resharded * gathered_bytes(shape, how, root=False)
+    moved = int(count * gathered + reductions * reduced)
+    together = how.shards * how.slices  # neighbours, with the ranks that share their layers
+    wire = moved / machine.slowest_link(together)
+    if how.copies > 1:
+        added = reductions * 2 * MASTER * shape.trained // how.shards * (how.copies - 1) // how.copies
+        wire += added / machine.slowest_link(together * how.copies)
+        moved += added
     if machine.kind == "cpu":
         compute += _sharding_seconds(shape, how, machine, gathers=gathers, reductions=reductions)
     if how.host:
@@ -147,15 +189,12 @@ def update_cost(
         optimizer += shape.orthogonalisation / how.shards / machine.matrix_flops(2)
         optimizer += whole / machine.slowest_link(ranks)
         moved += whole
-    if how.slices > 1:  # of as many collectives as passed_bytes counts
-        compute += count * 2 * (len(shape.layers) * (2 + how.checkpointing) + 1) * machine.unit_s
-    passed = count * passed_bytes(shape, how, batch, learns=True)
-    cost = _slower(compute, wire, moved, optimizer, overlaps=machine.kind != "cpu")
-    return cost.after(passed, machine.slowest_link(how.slices))
+    within = _within_layers(shape, how, batch, machine, learns=True)
+    return _slower(compute, wire, moved, optimizer, overlaps=machine.kind != "cpu").and_then(within)
 
 
 def inference_cost(
-    shape: ModelShape, how: Sharding, batch: Batch, machine: Machine, beside: PassOperations | None = None
+    shape: ModelShape, how: Sharding, batch: Counts, machine: Machine, beside: PassOperations | None = None
 ) -> Cost:
     """A pass without gradient over so many micro-batches; parameters are gathered for each. ``beside``: as of
     ``update_cost``."""
@@ -166,11 +205,9 @@ def inference_cost(
     if machine.kind == "cpu":
         compute += _sharding_seconds(shape, how, machine, gathers=count, reductions=0)
     moved = count * gathered_bytes(shape, how)
-    if how.slices > 1:
-        compute += count * (2 * len(shape.layers) + 1) * machine.unit_s
-    passed = count * passed_bytes(shape, how, batch, learns=False)
-    cost = _slower(compute, moved / machine.slowest_link(how.shards), moved, overlaps=machine.kind != "cpu")
-    return cost.after(passed, machine.slowest_link(how.slices))
+    wire = moved / machine.slowest_link(how.shards * how.slices)
+    within = _within_layers(shape, how, batch, machine, learns=False)
+    return _slower(compute, wire, moved, overlaps=machine.kind != "cpu").and_then(within)
 
 
 def _sharding_seconds(shape: ModelShape, how: Sharding, machine: Machine, *, gathers: int, reductions: int) -> float:

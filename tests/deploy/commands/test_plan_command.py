@@ -28,6 +28,7 @@ def test_a_7b_model_is_planned_for_people_and_as_json(tmp_path: Path, capsys: py
         "train.micro_batch_tokens: 8192",
         "actor update",
         "more      16 x 80GB",
+        "better    8 x H100-80",
         "which the engine leaves free (gpu_memory_utilization 0.788)",
         "own       the server has device 0, training has devices 1 to 7, evaluation has device 1: ",
         "turns     the server has device 0, training has devices 0 to 7, ",
@@ -60,6 +61,21 @@ def test_one_device_is_planned_in_turns_and_a_fleet_that_can_not_sleep_needs_oth
     assert code == 0, err
     assert "own       no: the server has 2 of 2 devices" in out
     assert "turns     no: a fleet's replicas don't sleep" in out
+
+
+def test_a_better_machine_is_named_also_where_ranks_are_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    on = ["--model", str(write("Qwen2.5-7B", tmp_path)), "--gpus", "8xA100", "--train.ranks", "8"]
+    code, out, err = run(capsys, tmp_path, *on)
+    assert code == 0, err
+    [line] = [line for line in out.splitlines() if line.startswith(("better", "more"))]
+    code, out, err = run(capsys, tmp_path, *on, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["twice_the_devices"] is None
+    better = found["next_machine"]
+    assert (better["name"], better["settings"]["train.ranks"]) == ("H100-80", 8)
+    assert better["seconds"] < found["seconds"]
+    assert line == f"better    8 x H100-80: {better['seconds']:.2f} s a step instead of {found['seconds']:.2f}"
 
 
 def test_the_slots_of_adapters_that_serve_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

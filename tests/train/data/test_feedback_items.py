@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.feedback.feedback_rows import interaction, put, said
 from train.batch.packed import Rollout
 from train.config.training import TrainConfig
 from train.data.demonstrations import DemonstrationTokenizer, UnfitTextError
-from train.data.feedback_items import OVER_MOST, OfflineData, pack, split
+from train.data.feedback_items import OVER_MOST, OfflineData, judgements, pack, split
 
 EOS = 1  # of the demo's tokenizer
 CONTEXT = 12
@@ -134,6 +135,45 @@ def test_a_thumb_on_a_response_is_learned_from_if_no_pair_of_it_can_be_read(lake
     votes = [item for item in sequences(data) if len(item) == 1]
     assert votes == [[([6, EOS], 0.0)], [([5, EOS], 1.0)]]
     assert data.left_out["text with special or unknown tokens"] == 1
+
+
+def test_judgements_are_pairs_and_votes_by_time_the_newest_of_users_first_and_votes_on_pairs_last(
+    lake: Lake, tmp_path: Path
+) -> None:
+    shutil.copytree(lake.uri, tmp_path / "lake")
+    both = Lake(str(tmp_path / "lake"), LakeConfig())
+    none = {"response_token_ids": [], "logprobs": [], "policy_spans": [], "finish_reason": None, "status": "imported"}
+    put(both, "interactions", [interaction(f"import-{x}", prompt_token_ids=[3], response=x, **none) for x in "xyz"])
+    put(
+        both,
+        "feedback",
+        [
+            said("i1", "import-x", "preference", rejected_response_id="import-y", minute=3),
+            said("i2", "import-z", "thumb", value=1.0, minute=30),
+            said("t20", "good", "thumb", value=1.0, minute=20),
+        ],
+    )
+
+    def rows(**data: Any) -> tuple[list[tuple[str, dict[str, Any], list[Any]]], Counter[str]]:
+        config = TrainConfig.model_validate({"data": data, "algorithm": {"name": "reward_model"}})
+        left_out: Counter[str] = Counter()
+        return list(judgements(both, both.versions(), config, left_out)), left_out
+
+    every, _ = rows()
+    of_pairs = [name for name, row, _ in every if not row.get("in_a_pair")]
+    assert [name for name, *_ in every[len(of_pairs) :]] == ["votes"] * (len(every) - len(of_pairs))
+    assert {row["response_id"] for _, row, _ in every[len(of_pairs) :]} == {"good", "up"}
+    counted = every[: len(of_pairs)]
+    times = [row["created_at"] for _, row, _ in counted]
+    assert times == sorted(times)
+    assert {name for name, *_ in counted} == {"pairs by preference", "pairs by correction", "votes"}
+    assert all(row["weight"] > 0 for _, row, _ in every)
+    for most in range(1, len(counted) + 1):
+        ranked = sorted(range(len(counted)), key=lambda i: (counted[i][1]["imported"], -i))
+        found, left_out = rows(max_prompts=most)
+        kept = [counted[i] for i in sorted(ranked[:most])]
+        assert found == kept + every[len(counted) :]
+        assert left_out[OVER_MOST] == len(counted) - most
 
 
 def test_a_liked_response_is_a_demonstration_only_where_the_config_says_so_and_nobody_corrected_it(

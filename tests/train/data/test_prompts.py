@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,8 +23,8 @@ from tests.feedback.feedback_rows import interaction, put, reward
 from train.batch.packed import PackedBatch, Rollout, Sample
 from train.config.training import TrainConfig
 from train.data.logged import traffic as traffic_module
-from train.data.logged.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, TWICE, Traffic
-from train.data.prompts import Cycled
+from train.data.logged.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, TWICE, LoggedGroups, Traffic
+from train.data.prompts import Cycled, repr_pieces, sha256_of
 from train.data.rewards import Rewards
 from train.data.samples import Informative, score
 from train.objectives.advantages import group_relative
@@ -122,6 +125,74 @@ def test_of_groups_that_are_not_drawn_nothing_is_read_until_they_are_asked_for(
     assert asked == [[names[1], names[3]]]
     assert [r.prompt for r in traffic.groups[-1]] == [[3]]
     assert asked[1:] == [[names[2]]]
+
+
+def test_what_all_steps_draw_is_read_once_and_between_steps_memory_has_none_of_it(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[int] = []
+    read_tokens = traffic_module.logged_responses
+    monkeypatch.setattr(
+        traffic_module,
+        "logged_responses",
+        lambda lake, ids, *more, **options: reads.append(len(ids)) or read_tokens(lake, ids, *more, **options),
+    )
+    rows = [row([prompt, *range(4000)], float(prompt % 3)) for prompt in range(200) for _ in range(2)]
+    of_tokens = 4 * 4001 * len(rows)
+    for response, _ in rows[::2]:
+        response["response_token_ids"] = [7] * 9
+        response["logprobs"] = [-0.5] * 9
+    put(lake, "interactions", [response for response, _ in rows])
+    put(lake, "rewards", [worth for _, worth in rows])
+    before = pa.total_allocated_bytes()
+    traffic = again(lake)
+    assert pa.total_allocated_bytes() - before < of_tokens / 20
+    assert reads == [400]
+    steps = Cycled(traffic.groups, 7, "3")
+    for step in range(60):  # each comes twice
+        drawn = steps.at(step)
+        assert [[len(r.response) for r in group] for group in drawn] == [[9, 2]] * 7
+        assert all(r.prompt == group[0].prompt for group in drawn for r in group)
+        assert pa.total_allocated_bytes() - before < of_tokens / 20
+    assert reads == [400]
+    assert prompts_of(traffic) == [[prompt, *range(4000)] for prompt in range(200)]
+
+
+def test_a_run_draws_the_same_from_any_step_on_however_many_steps_it_has(lake: Lake) -> None:
+    """What resuming after a kill needs; the batches are those of a plain loop over the rows of the lake."""
+    rows = [row([prompt], float(prompt + n)) for n in range(3) for prompt in range(20)]
+    drawn = {}
+    for steps in (4, 11, 400):
+
+        def of_steps(groups: int, steps: int = steps) -> Iterable[int]:
+            return Cycled(range(groups), 5, "3:traffic").drawn_before(steps)
+
+        traffic = read(lake, *rows, drawn=of_steps) if not drawn else Traffic.read(lake, lake.versions(), of_steps)
+        cycled = Cycled(traffic.groups, 5, "3:traffic")
+        drawn[steps] = [cycled.at(step) for step in range(1, 4)]
+    assert drawn[4] == drawn[11] == drawn[400]
+    order = random.Random("3:traffic:0").sample(range(20), 20)
+    assert [[[r.reward for r in group] for group in step] for step in drawn[4]] == [
+        [[float(prompt + n) for n in range(3)] for prompt in order[5 * step : 5 * step + 5]] for step in range(1, 4)
+    ]
+
+
+def test_a_response_that_is_gone_is_named(lake: Lake, tmp_path: Path) -> None:
+    rows = [row([1], 0.0), row([2], 1.0)]
+    index = read(lake, *rows).groups._index
+    other = Lake(str(tmp_path / "other"), LakeConfig())
+    other.create()
+    put(other, "interactions", [rows[0][0]])
+
+    def read_other(ids: pa.Array, take: Callable[[Iterable[pa.RecordBatch]], Any]) -> Any:
+        columns = traffic_module._OF_TOKENS
+        return traffic_module.logged_responses(other, ids, columns, take, versions=other.versions())
+
+    missing = rows[1][0]["response_id"]
+    with pytest.raises(LookupError, match=f"1 of 2 responses are not in the lake any more: {missing}, …"):
+        LoggedGroups(index, read_other).spool([0, 1])
+    with pytest.raises(LookupError, match=f"1 of 1 responses are not in the lake any more: {missing}, …"):
+        LoggedGroups(index, read_other).spool([1])
 
 
 def test_tokens_are_those_of_the_row_whatever_else_has_its_id(lake: Lake) -> None:
@@ -326,6 +397,25 @@ def test_every_item_comes_once_before_any_comes_again() -> None:
     drawn = [item for step in range(5) for item in cycled.at(step)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
     assert drawn[:10] != drawn[10:]
+
+
+@given(st.integers(0, 30), st.integers(1, 9), st.integers(0, 12))
+def test_what_steps_draw_is_known_without_drawing_it(size: int, count: int, steps: int) -> None:
+    cycled = Cycled(range(size), min(count, size), "3")
+    known = list(cycled.drawn_before(steps))
+    assert len(set(known)) == len(known)
+    assert set(known) == {item for step in range(steps) for item in cycled.at(step)}
+
+
+NESTED = st.recursive(st.integers() | st.text(), lambda inner: st.lists(inner, max_size=4), max_leaves=20)
+
+
+@given(st.lists(NESTED, max_size=4), st.integers(0, 4))
+def test_a_digest_in_pieces_is_that_of_the_whole_text_which_checkpoints_of_before_have(
+    value: list[Any], depth: int
+) -> None:
+    value = [*value, Rollout([1], [2, 3], [-0.5, -0.25], 1.0, 0), Prompt("a", None, [1, 2], {"k": "v"})]
+    assert sha256_of(repr_pieces(value, depth)) == hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def test_a_step_that_wants_more_items_than_there_are_gets_some_again() -> None:

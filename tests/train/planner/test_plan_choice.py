@@ -20,6 +20,7 @@ from train.planner.plan import (
     Workload,
     candidates,
     choose,
+    faster_machine,
     fitting_machines,
     micro_batches,
     plan,
@@ -110,6 +111,58 @@ def test_what_is_set_stays(models: Models) -> None:
     found = choose(settings, models, parse_gpus("8x80GB"), WORK).config
     assert (found.micro_batch_tokens, found.activation_checkpointing) == (4096, True)
     assert (found.ranks, found.rollout.tensor_parallel_size) == (4, 4)
+
+
+def test_ranks_share_sequences_where_responses_are_long(models: Models) -> None:
+    machine, long = parse_gpus("8x80GB"), Workload(prompts=8, group_size=4, prompt_tokens=1024, response_tokens=8192)
+    found = choose(config(), models, machine, long)
+    assert found.config.fsdp.sequence_parallel == 4
+    alone = choose(config(fsdp={"sequence_parallel": 1}), models, machine, long)
+    assert alone.seconds > found.seconds
+    longer = replace(long, response_tokens=250_000)
+    assert choose(config(), models, machine, longer).config.fsdp.sequence_parallel > 1
+    with pytest.raises(NothingFits, match="most of it is actor activations"):
+        choose(config(fsdp={"sequence_parallel": 1}), models, machine, longer)
+    assert choose(config(), models, machine, WORK).config.fsdp.sequence_parallel == 1
+    TrainConfig.model_validate(found.config.model_dump())
+
+
+def test_each_node_holds_the_model_where_the_network_between_them_is_slow(models: Models) -> None:
+    nodes = replace(parse_gpus("32x80GB"), network=2e9)
+    found = choose(config(), models, nodes, WORK)
+    assert found.config.fsdp.replicas == 4
+    whole = choose(config(fsdp={"replicas": 1}), models, nodes, WORK)
+    assert whole.seconds > found.seconds
+    sync = {p.config.fsdp.replicas: next(x for x in p.phases if x.name == "weight sync") for p in (found, whole)}
+    assert sync[4].cost.moved < sync[1].cost.moved, "an engine's rank lacks less of its slice, and a neighbour has it"
+    assert choose(config(), models, parse_gpus("8x80GB"), WORK).config.fsdp.replicas == 1
+    assert choose(config(), models, replace(nodes, network=nodes.link), WORK).config.fsdp.replicas == 1
+    TrainConfig.model_validate(found.config.model_dump())
+
+
+def test_an_optimizer_that_does_not_fit_waits_in_the_hosts_memory(models: Models) -> None:
+    machine = parse_gpus("8x48GB")
+    found = choose(config(), models, machine, WORK)
+    assert found.fits
+    assert found.config.fsdp.offload_optimizer
+    assert not found.config.fsdp.cpu_offload
+    assert found.host_bytes >= 8 * models.policy.shape.parameters
+    all_of_it = choose(config(fsdp={"offload_optimizer": False}), models, machine, WORK)
+    assert all_of_it.config.fsdp.cpu_offload
+    assert all_of_it.seconds > found.seconds
+    assert not choose(config(), models, parse_gpus("8x141GB"), WORK).config.fsdp.offload_optimizer
+    TrainConfig.model_validate(found.config.model_dump())
+
+
+def test_the_next_better_machine_is_named_where_a_step_takes_less_on_it(models: Models) -> None:
+    settings, found = config(ranks=8), {}
+    for gpus in ("8xA100", "8xH100", "8xH200"):
+        better = faster_machine(settings, models, choose(settings, models, parse_gpus(gpus), WORK), WORK)
+        found[gpus] = better and better.machine.name
+        assert better is None or (better.machine.devices, better.config.ranks) == (8, 8)
+    assert found == {"8xA100": "H100-80", "8xH100": "H200", "8xH200": None}
+    other = replace(parse_gpus("8xH100"), bandwidth=9e12)  # quicker than any preset at something
+    assert faster_machine(settings, models, choose(settings, models, other, WORK), WORK) is None
 
 
 def test_where_nothing_fits_it_says_by_how_much_and_what_would(models: Models) -> None:

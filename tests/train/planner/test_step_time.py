@@ -13,9 +13,11 @@ from train.planner.model_shape import read_config, shape_of
 from train.planner.sizes import Batch, ModelShape, Operations, PassOperations
 from train.planner.step_time import (
     Generation,
+    exchanged_bytes,
     forward_flops,
     gathered_bytes,
     generation_cost,
+    passed_bytes,
     sync_bytes,
     update_cost,
 )
@@ -78,14 +80,59 @@ def test_an_update_gathers_twice_and_reduces_in_float32(llama: ModelShape) -> No
     how = Sharding(8, 2, 2, micro_batches=3)
     share = 7 / 8 * llama.parameters
     assert gathered_bytes(llama, how) == pytest.approx(2 * share)
-    assert update_cost(llama, how, BATCH, A100).moved == pytest.approx(3 * 2 * 2 * share + 4 * share)
+    outside = 7 / 8 * (2 * 128256 * 4096 + 4096)  # embedding, output layer and the last norm, which stay
+    moved = 3 * 2 * (2 * share - outside) + 4 * share
+    assert update_cost(llama, how, BATCH, A100).moved == pytest.approx(moved)
     every = replace(how, reduce_every_micro_batch=True)
-    assert update_cost(llama, every, BATCH, A100).moved == pytest.approx(3 * (2 * 2 + 4) * share)
+    assert update_cost(llama, every, BATCH, A100).moved == pytest.approx(moved + 2 * 4 * share)
 
 
 def test_layers_that_are_kept_after_forward_are_gathered_once(llama: ModelShape) -> None:
     how = Sharding(8, 2, 2, micro_batches=3, resharded=False)
     assert update_cost(llama, how, BATCH, A100).moved == pytest.approx((3 * 2 + 4) * 7 / 8 * llama.parameters)
+
+
+def test_what_two_ranks_pass_each_other_that_share_the_layers(llama: ModelShape) -> None:
+    # Hidden states of 8 · 1023 rows, 4096 wide, in bfloat16: two all-reduces a layer in each direction, one of the
+    # embedding's output; and in float32 the gradient that the output layer gives to the 8 · 924 scored rows.
+    how, half = Sharding(1, 2, 2, slices=2), llama.slice_of(2)
+    rows, scored = 2 * 4096 * 8 * 1023, 4 * 4096 * 8 * 924
+    assert passed_bytes(half, how, BATCH, learns=False) == (2 * 32 + 1) * rows
+    assert passed_bytes(half, how, BATCH, learns=True) == (4 * 32 + 1) * rows + scored
+    again = replace(how, checkpointing=True)
+    assert passed_bytes(half, again, BATCH, learns=True) == (5 * 32 + 1) * rows + scored
+    assert passed_bytes(half, again, BATCH, learns=False) == passed_bytes(half, how, BATCH, learns=False)
+    four = passed_bytes(llama.slice_of(4), replace(how, slices=4), BATCH, learns=True)
+    assert four == 1.5 * passed_bytes(half, how, BATCH, learns=True)  # 2 · 3/4 of the bytes in place of 2 · 1/2
+
+
+def test_ranks_that_share_sequences_exchange_heads_for_tokens(llama: ModelShape) -> None:
+    # 32 heads of queries, 8 of keys and of values, of 128 each, there, and 32 back; (w - 1)/w of them.
+    own, how = BATCH.share(4), Sharding(4, 2, 2, sharers=4)
+    assert (own.rows, own.scored, own.pairs) == (2046, 1848, BATCH.pairs / 4)
+    assert exchanged_bytes(llama, how, own, learns=False) == 32 * 2 * 2046 * (32 + 8 + 8 + 32) * 128 * 3 / 4
+    both = exchanged_bytes(llama, how, own, learns=True)
+    assert both == 2 * exchanged_bytes(llama, how, own, learns=False)
+    assert exchanged_bytes(llama, replace(how, checkpointing=True), own, learns=True) == 1.5 * both
+    sixteen = exchanged_bytes(llama, replace(how, sharers=16), BATCH.share(16), learns=False)
+    # The 8 heads of keys and values are there twice, so that each of 16 ranks has one.
+    assert sixteen == pytest.approx(32 * 2 * 512 * (32 + 16 + 16 + 32) * 128 * 15 / 16)
+    plain, shared = (update_cost(llama, replace(how, sharers=n), own, A100) for n in (1, 4))
+    assert shared.moved - plain.moved == both
+    assert shared.seconds - plain.seconds == pytest.approx(both / 300e9)
+
+
+def test_copies_gather_within_a_node_and_add_up_their_gradients_over_the_network(llama: ModelShape) -> None:
+    machine, few = replace(A100, devices=64), BATCH.share(64)
+    whole, copies = (update_cost(llama, Sharding(64 // n, 2, 2, copies=n), few, machine) for n in (1, 8))
+    layers = 2 * (llama.parameters - llama.root.parameters)
+    gathered, reduced = layers + 2 * llama.parameters, 4 * llama.parameters
+    assert whole.moved == pytest.approx((gathered + reduced) * 63 / 64)
+    optimizer = 28 * llama.parameters / 2.04e12
+    assert whole.seconds == pytest.approx(whole.moved / 25e9 + optimizer / 64)
+    added = 2 * 7 / 8 * 4 * llama.parameters / 8
+    assert copies.moved == pytest.approx((gathered + reduced) * 7 / 8 + added)
+    assert copies.seconds == pytest.approx((gathered + reduced) * 7 / 8 / 300e9 + added / 25e9 + optimizer / 8)
 
 
 def test_muon_gathers_matrices_sends_updates_and_computes_its_share_of_them(llama: ModelShape) -> None:

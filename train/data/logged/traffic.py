@@ -1,7 +1,8 @@
 """Logged responses that a run learns from, and why others are left out.
 
-A lake may hold more tokens than memory does. Of all responses that can be learned from only an index is kept, which
-says which belong together and what they earned; tokens and logprobs are read of those that the run's steps draw.
+A lake may hold more tokens than memory does, and so may those that a run's steps draw. Of all responses that can be
+learned from only an index is kept, which says which belong together and what they earned. Tokens and logprobs of those
+that are drawn are read once, onto disk (``train.data.logged.spool``), and memory has those of the step that draws them.
 
 Responses of one session that continue each other (``train.data.logged.sessions``) are an episode of as many turns,
 those of a conversation; any other response is an episode of one turn. A conversation is learned from whole, or not at
@@ -16,8 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
-from typing import Any, Final, Literal, overload
+from itertools import groupby, islice, pairwise
+from pathlib import Path
+from typing import Any, Final, Literal, Protocol, TypeVar, overload
 
 import numpy as np
 import pyarrow as pa
@@ -31,6 +33,7 @@ from feedback.schema import TIMESTAMP
 from train.batch.packed import Rollout
 from train.data.episode_rollouts import rollout_of
 from train.data.logged.sessions import Conversation, Turn, assistants, conversations
+from train.data.logged.spool import Spool
 from train.environments.episode import Episode, TrainedSequence
 
 BELOW_FULL_SUPPORT: Final = "sampled below full support"
@@ -154,12 +157,13 @@ def _single(batches: Iterable[pa.RecordBatch], held_out: HeldOut | None, *, whol
     parts, left_out = [_EPISODES.empty_table()], Counter[str]()
     for batch in batches:
         kept, prompts = [], []
+        hashes = _digests(batch["prompt_token_ids"])
         for at, row in enumerate(batch.drop_columns(["created_at"]).to_pylist()):
             if problem := _problem(row, held_out) or (_lacks_turns(row) if whole else None):
                 left_out[problem] += 1
             else:
                 kept.append(at)
-                prompts.append(_digest(row["prompt_token_ids"]))
+                prompts.append(hashes[at])
         part = pa.table(batch.select(["created_at", "response_id", "reward"])).take(pa.array(kept, pa.int64()))
         one = pa.array(range(len(kept) + 1), pa.int32())
         columns = {
@@ -244,51 +248,91 @@ def _chunkless(values: pa.Array | pa.ChunkedArray) -> pa.Array:
     return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
 
 
-class LoggedGroups(Sequence[list[Rollout]]):
-    """The episodes that begin with one prompt each, oldest first, with their tokens, read once a group is asked for.
+_T = TypeVar("_T")
 
-    A group of one is an episode without company.
+
+class ReadTokens(Protocol):
+    """Gives ``take`` the columns ``_OF_TOKENS`` of responses by their ids, in any order, and ``place`` among these."""
+
+    def __call__(self, ids: pa.Array, take: Callable[[Iterable[pa.RecordBatch]], _T], /) -> _T: ...
+
+
+class LoggedGroups(Sequence[list[Rollout]]):
+    """The episodes that begin with one prompt each, oldest first, with their tokens, which are read when asked for.
+
+    Those that are spooled come from disk, others from the lake. A group of one is an episode without company.
     """
 
     def __init__(
-        self, index: Index, read: Callable[[pa.Array], pa.Table], *, by_turn: bool = False, mean: bool = True
+        self,
+        index: Index,
+        read: ReadTokens,
+        *,
+        by_turn: bool = False,
+        mean: bool = True,
+        folder: Path | None = None,
     ) -> None:
-        """``read``: the columns ``_OF_TOKENS`` of responses by their ids, in any order.
-
-        ``by_turn``: as of ``episode_rollouts.rollout_of``; ``mean``: as of ``Index.of``.
-        """
+        """``by_turn``: as of ``episode_rollouts.rollout_of``; ``mean``: as of ``Index.of``; ``folder``: as of
+        ``Spool``."""
         self._index = index
         self._read = read
         self._by_turn, self._mean = by_turn, mean
         self._order = np.argsort(index.groups, kind="stable")
         self._ends = np.cumsum(index.sizes)
-        self._held: dict[int, list[tuple[pa.Table, list[int]]]] = {}
+        self._folder = folder
+        self._lengths = pc.list_value_length(index.turns["ids"]).to_numpy().astype(np.int64)  # of episodes, in turns
+        self._turn_ends = np.cumsum(self._lengths)
+        self._ids, self._prompts = (_chunkless(pc.list_flatten(index.turns[name])) for name in ("ids", "prompts"))
+        self._spool: Spool | None = None
+        self._rows = np.full(len(self._ids), -1, np.int64)  # of each turn, in the spool
 
     def _members(self, group: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Which episodes a group has."""
         end = self._ends[group]
         return self._order[end - self._index.sizes[group] : end]
 
-    def hold(self, groups: Iterable[int]) -> None:
-        """Read the tokens of these groups at once."""
-        wanted = sorted(set(groups) - self._held.keys())
-        if not wanted:
-            return
-        rows = self._index.turns.take(pa.array(np.concatenate([self._members(group) for group in wanted])))
-        turns = [
-            list(zip(ids, prompts, strict=True))
-            for ids, prompts in zip(rows["ids"].to_pylist(), rows["prompts"].to_pylist(), strict=True)
-        ]
-        table = self._read(pa.array([name for of in turns for name, _ in of], pa.string()))
-        found = (table.column(name).to_pylist() for name in ("response_id", "prompt_token_ids"))
-        # By the prompt too: what else has the id, such as a response to a prompt that is held out, is another one.
-        places = {(name, _digest(prompt)): place for place, (name, prompt) in enumerate(zip(*found, strict=True))}
-        if missing := [turn for of in turns for turn in of if turn not in places]:
-            every = sum(map(len, turns))
-            raise LookupError(f"{len(missing)} of {every} responses are not in the lake any more: {missing[0][0]}, …")
-        members = iter(turns)
-        for group in wanted:
-            self._held[group] = [(table, [places[turn] for turn in next(members)]) for _ in self._members(group)]
+    def _turns(self, episodes: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The numbers of these episodes' turns, among all."""
+        ends = self._turn_ends[episodes]
+        parts = zip(ends - self._lengths[episodes], ends, strict=True)
+        return np.concatenate([np.arange(start, end) for start, end in parts])
+
+    def spool(self, groups: Iterable[int]) -> None:
+        """Read the tokens of these groups at once, onto disk; once."""
+        assert self._spool is None
+        wanted = np.zeros(len(self), np.bool_)
+        wanted[np.fromiter(groups, np.int64)] = True
+        turns = np.flatnonzero(np.repeat(wanted[self._index.groups], self._lengths))
+        if len(turns):
+            self._spool, self._rows[turns] = self._fetch(turns, self._folder)
+
+    def _fetch(
+        self, turns: np.ndarray[Any, np.dtype[np.int64]], folder: Path | None
+    ) -> tuple[Spool, np.ndarray[Any, np.dtype[np.int64]]]:
+        """Read these turns: (their rows, the number of each turn's)."""
+        ids, prompts = self._ids.take(pa.array(turns)), self._prompts.take(pa.array(turns))
+        rows = np.full(len(turns), -1, np.int64)
+
+        def take(batches: Iterable[pa.RecordBatch]) -> Spool | None:
+            spool: Spool | None = None
+            for batch in batches:
+                # By the prompt too: what else has the id, such as a response to a prompt that is held out, is another.
+                hashes = pa.array(_digests(batch["prompt_token_ids"]), pa.binary(16))
+                its_own = pc.equal(hashes, prompts.take(batch["place"]))
+                found = batch.select(_OF_TOKENS).filter(its_own)
+                spool = spool or Spool(found.schema, folder)
+                rows[batch["place"].filter(its_own).to_numpy()] = np.arange(found.num_rows) + len(spool)
+                spool.append(found)
+            if spool is not None:
+                spool.finish()
+            return spool
+
+        spool = self._read(ids, take)
+        missing = np.flatnonzero(rows < 0)
+        if spool is None or len(missing):
+            first = ids[int(missing[0])]
+            raise LookupError(f"{len(missing)} of {len(turns)} responses are not in the lake any more: {first}, …")
+        return spool, rows
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -302,16 +346,16 @@ class LoggedGroups(Sequence[list[Rollout]]):
     def __getitem__(self, at: int | slice) -> list[Rollout] | list[list[Rollout]]:
         if isinstance(at, slice):
             return [self[one] for one in range(*at.indices(len(self)))]
-        group = range(len(self))[at]
-        self.hold([group])
-        return [
-            self._rollout(table, places, int(row))
-            for (table, places), row in zip(self._held[group], self._members(group), strict=True)
-        ]
+        members = self._members(range(len(self))[at])
+        turns = self._turns(members)
+        spool, rows = self._spool, self._rows[turns]
+        if spool is None or rows.min() < 0:  # no step draws it
+            spool, rows = self._fetch(turns, self._folder)
+        found = iter(spool.take(rows).to_pylist())
+        return [self._rollout(list(islice(found, self._lengths[row])), int(row)) for row in members]
 
-    def _rollout(self, table: pa.Table, places: list[int], row: int) -> Rollout:
-        """The episode of a row of the index, whose turns are at these rows of ``_OF_TOKENS``."""
-        turns = [{name: table.column(name)[place].as_py() for name in _OF_TOKENS} for place in places]
+    def _rollout(self, turns: list[dict[str, Any]], row: int) -> Rollout:
+        """The episode of a row of the index, whose turns have these values of ``_OF_TOKENS``."""
         joined, rewards = (self._index.turns[name][row].as_py() for name in ("joined", "rewards"))
         share = max(1, len(rewards) - rewards.count(None)) if self._mean else 1
         sequences: list[TrainedSequence] = []
@@ -365,6 +409,7 @@ class Traffic:
         splits: bool = True,
         by_turn: bool = False,
         mean: bool = True,
+        folder: Path | None = None,
     ) -> Traffic:
         """What the lake has at these versions.
 
@@ -378,9 +423,11 @@ class Traffic:
             sessions: responses of a session that continue each other are one episode; False: each is by itself.
             splits: conversations of several sequences are learned from; False: they are left out.
             by_turn: as of ``episode_rollouts.rollout_of``; ``mean``: as of ``Index.of``.
+            folder: whose disk what is drawn lies on; as of ``Spool``.
 
         Raises:
             feedback.lake.tables.LakeError: it can't be read any more.
+            OSError: the disk is full.
         """
         bounds: dict[str, Any] = {
             "versions": versions,
@@ -411,20 +458,18 @@ class Traffic:
         index = index.only(keep)
         learned: set[str] = set()
 
-        def read(ids: pa.Array) -> pa.Table:
-            def take(batches: Iterable[pa.RecordBatch]) -> pa.Table:
-                parts = []
+        def read(ids: pa.Array, take: Callable[[Iterable[pa.RecordBatch]], _T]) -> _T:
+            def noted(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
                 for batch in batches:
                     if held_out is not None:
-                        columns = batch.select([*_OF_PROMPTS, "prompt_token_ids"])
-                        learned.update(*(held_out.keys(row) for row in columns.to_pylist()))
-                    parts.append(pa.table(batch.select(_OF_TOKENS)))
-                return pa.concat_tables(parts).combine_chunks()
+                        learned.update(*(held_out.keys(row) for row in _prompt_rows(batch)))
+                    yield batch
 
-            return logged_responses(lake, ids, (*_OF_TOKENS, *_OF_PROMPTS), take, versions=versions)
+            columns = (*_OF_TOKENS, *_OF_PROMPTS)
+            return logged_responses(lake, ids, columns, lambda batches: take(noted(batches)), versions=versions)
 
-        groups = LoggedGroups(index, read, by_turn=by_turn, mean=mean)
-        groups.hold(drawn(len(groups)))
+        groups = LoggedGroups(index, read, by_turn=by_turn, mean=mean, folder=folder)
+        groups.spool(drawn(len(groups)))
         return cls(
             groups=groups,
             singletons=int((index.sizes == 1).sum()),
@@ -444,8 +489,20 @@ class Traffic:
         return f"{text} ({'; '.join(notes)})" if notes else text
 
 
-def _digest(token_ids: Sequence[int]) -> bytes:
+def _digest(token_ids: Sequence[int] | np.ndarray[Any, np.dtype[np.int32]]) -> bytes:
     return hashlib.blake2b(np.asarray(token_ids, np.int32).tobytes(), digest_size=16).digest()
+
+
+def _digests(prompts: pa.ListArray) -> list[bytes]:
+    """The hash of each prompt's token ids."""
+    token_ids = prompts.values.to_numpy()
+    return [_digest(token_ids[start:end]) for start, end in pairwise(prompts.offsets.to_numpy())]
+
+
+def _prompt_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
+    """What ``HeldOut`` knows prompts by; token ids only where there is no text."""
+    for row, token_ids in zip(batch.select(_OF_PROMPTS).to_pylist(), batch["prompt_token_ids"], strict=True):
+        yield row | {"prompt_token_ids": None if row["prompt"] is not None else token_ids.as_py()}
 
 
 def differ(group: list[Rollout], *, by_turn: bool = False) -> bool:
