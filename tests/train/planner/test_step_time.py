@@ -40,7 +40,7 @@ def test_a_forward_pass_is_two_operations_a_parameter_and_the_scores(llama: Mode
 
 def test_an_update_is_three_forward_passes_and_four_with_checkpointing(llama: ModelShape) -> None:
     how = Sharding(1, 2, 2)
-    beside = 28 * llama.parameters / 2.04e12 + 2 * 128256 * 4096 * 8 * 924 / 312e12  # AdamW; logits are made twice
+    beside = 28 * llama.parameters / 2.04e12
     plain = update_cost(llama, how, BATCH, A100).seconds - beside
     assert plain == pytest.approx(3 * forward_flops(llama, BATCH) / 312e12)
     again = update_cost(llama, replace(how, checkpointing=True), BATCH, A100).seconds - beside
