@@ -85,6 +85,8 @@ _REDUCED: Final[dict[str, Any]] = {**_PARTS, "fsdp": {"reduce_every_micro_batch"
 _LORA: Final[dict[str, Any]] = {"lora": {"rank": 8}}
 _NF4: Final[dict[str, Any]] = {"lora": {"rank": 8, "base": "nf4"}}
 _SLICED: Final[dict[str, Any]] = {"fsdp": {"tensor_parallel": 2}}
+_SHARED: Final[dict[str, Any]] = {"fsdp": {"sequence_parallel": 2}}
+_COPIES: Final[dict[str, Any]] = {"fsdp": {"replicas": 2}}
 _MUON: Final[dict[str, Any]] = {"optimizer": {"name": "muon"}}
 _SGD: Final[dict[str, Any]] = {"optimizer": {"name": "sgd", "momentum": 0.9}}
 _KEPT: Final[dict[str, Any]] = {"fsdp": {"reshard_after_forward": False}}
@@ -117,6 +119,9 @@ CASES: Final[list[tuple[str, int, dict[str, Any]]]] = [
     ("llama-9M", 2, _PARTS | _SLICED),
     ("qwen3-42M", 2, _ONE | _SLICED | _RECOMPUTED),
     ("qwen3-42M", 2, _ONE | _MUON),
+    ("llama-9M", 2, _PARTS | _SHARED),
+    ("qwen3-42M", 2, _ONE | _SHARED | _RECOMPUTED),
+    ("llama-9M", 2, _PARTS | _COPIES),
     ("llama-9M", 2, _PARTS | _SGD),
     ("qwen3-42M", 2, _ONE | _KEPT | _RECOMPUTED),
     ("qwen3-370M", 1, _ONE | _RECOMPUTED),

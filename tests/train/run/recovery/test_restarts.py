@@ -18,7 +18,7 @@ from deploy.display.run_records import shown
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
 from serve.policies.store import PolicyStore
-from tests.feedback.feedback_rows import interaction, put, said
+from tests.feedback.feedback_rows import interaction, put, reward, said
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult
 from train.launch import JobError, run_job
@@ -94,6 +94,33 @@ def train(home: Path, name: str, trouble: str, **settings: Any) -> JobResult:
 def weights(home: Path, result: JobResult) -> bytes:
     assert result.candidate is not None
     return (PolicyStore(home / "policies").get(result.candidate).path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.long
+def test_a_killed_run_on_logged_responses_goes_on_with_the_same_and_leaves_none_on_disk(home: Path) -> None:
+    lake = Lake(str(home / "lake"), LakeConfig())
+    full = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 8, "n": 1, "stop": []}
+    sampled = {"response_token_ids": [10, 11, 1], "logprobs": [-2.0] * 3, "response": "ij", "sampling": full}
+    names = [f"logged-{i:02}" for i in range(40)]
+    prompts = [{"prompt": f"odds {i}>", "prompt_token_ids": [30 + i // 2, 21]} for i in range(40)]
+    put(lake, "interactions", [interaction(n, **p, **sampled) for n, p in zip(names, prompts, strict=True)])
+    put(lake, "rewards", [reward(name, float(i % 3)) for i, name in enumerate(names)])
+    of_traffic = {**SFT_CONFIG["data"], "traffic_share": 1.0}
+    settings = {"algorithm": {"name": "grpo"}, "data": of_traffic, "measure_kl": True, "steps": 8}
+    found = {
+        name: train(home, name, trouble, **settings) for name, trouble in (("steady", ""), ("felled", "2 9\n6 9\n"))
+    }
+    assert weights(home, found["steady"]) == weights(home, found["felled"])
+    steps = {name: metrics_of(home, name) for name in found}
+    assert [line["step"] for line in steps["felled"]] == list(range(8))
+    for metric in ("reward", "loss", "grad_norm"):
+        assert [line[metric] for line in steps["steady"]] == [line[metric] for line in steps["felled"]], metric
+    assert all(line["grad_norm"] > 0 for line in steps["felled"])
+    store = PolicyStore(home / "policies")
+    learned = [store.learned_prompts(result.candidate or 0)[0] for result in found.values()]
+    assert learned[0] == learned[1]
+    assert len(learned[0]) >= 20
+    assert all(path.is_dir() for path in (home / "runs").iterdir()), "of what was spooled nothing is left"
 
 
 @pytest.mark.parametrize(
