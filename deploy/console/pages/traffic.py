@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlencode
 
 from deploy.config.root import Settings
@@ -20,6 +20,8 @@ from feedback.lake.tables import Lake
 from serve.policies.store import PolicyError, PolicyNotFound, PolicyStore
 
 log = logging.getLogger(__name__)
+
+_LARGEST: Final = 2**63 - 1  # of the lake's whole numbers
 
 
 def page(settings: Settings, visit: Visit) -> Answer:
@@ -116,7 +118,10 @@ def _search(query: Mapping[str, str]) -> Search:
         if not (text := query.get(name, "").strip()):
             return None
         try:
-            return kind(text)
+            value = kind(text)
+            if isinstance(value, int) and abs(value) > _LARGEST:
+                raise ValueError
+            return value
         except ValueError:
             raise ValueError(f"{name.replace('_', ' ')}: {text[:50]!r} is no number") from None
 

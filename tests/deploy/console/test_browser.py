@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,11 +20,12 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from evaluation.suites.held_out import HeldOut
 from feedback.lake.tables import Lake
-from serve.middleware.api_keys import revoke_key
+from serve.middleware.api_keys import read_keys, revoke_key
 from tests.deploy.console.conftest import Site
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 WAIT_MS = 60_000
+ENEMY = Path(__file__).with_name("enemy.html").read_text()
 _JUDGED = "SELECT 1 FROM feedback WHERE response_id = ?"
 CONTRAST = Path(__file__).with_name("contrast.js").read_text()
 FLAGS = [
@@ -186,6 +189,36 @@ def test_hostile_text_of_every_input_runs_on_no_page(visitor: Visitor, site: Sit
         assert page.title().endswith("Millrace"), path
         assert "49" not in page.title()
     visitor.wrong = [line for line in visitor.wrong if "404" not in line]
+
+
+def test_a_page_of_another_program_on_this_machine_does_and_reads_nothing(visitor: Visitor, site: Site) -> None:
+    """Another port is the same site, so that the browser sends the session's cookie along."""
+    page, before, answers = visitor.page, read_keys(site.keys), list[tuple[str, int]]()
+    visitor.log_in("ops")
+
+    class Evil(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(ENEMY.replace("SITE", site.url).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Evil) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.on("response", lambda answer: answers.append((answer.request.method, answer.status)))
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+        page.wait_for_function("window.read !== undefined")
+        assert page.evaluate("window.read") == []
+        expect(page.locator("iframe")).to_have_count(2)
+        page.wait_for_timeout(500)
+        server.shutdown()
+    posted = [status for method, status in answers if method == "POST"]
+    assert (set(posted), len(posted) >= 2) == ({403}, True)
+    assert read_keys(site.keys) == before
+    visitor.wrong = []  # a browser complains of what is refused here
 
 
 def test_of_two_answers_the_better_one_is_chosen(visitor: Visitor, site: Site) -> None:

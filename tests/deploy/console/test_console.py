@@ -830,6 +830,8 @@ def test_odd_queries_are_answered_in_the_page(site: Site) -> None:
             "before=2026-01-01T00:00:00%2B00:00~x",
             "before=0001-01-02T00:00:00%2B00:00~x",
             "policy=99999999999999999999",
+            f"policy={'9' * 4000}",
+            "policy=-99999999999999999999",
             "reward_above=nan",
             "reward_below=inf",
             "period=never",
@@ -839,7 +841,7 @@ def test_odd_queries_are_answered_in_the_page(site: Site) -> None:
             "order=nothing",
         ):
             for path in ("/console/traffic", "/console/labels"):
-                assert client.get(f"{path}?{query}").status_code in (200, 500), query
+                assert client.get(f"{path}?{query}").status_code == 200, query
         assert client.get("/console/traffic").status_code == 200
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import socket
+from contextlib import ExitStack
 from urllib.parse import quote, urlsplit
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from deploy import cli
 from serve.middleware.api_keys import read_keys
+from serve.observability.audit import AuditLog
 from tests.deploy.console.conftest import Site, token
 
 EVIL = "evil.example"
@@ -328,3 +332,42 @@ def test_sql_reads_the_lake_and_reaches_nothing_else(site: Site, sql: str) -> No
         own = {"X-CSRF-Token": token(ann), "Origin": site.url}
         for path in ("/console/data", "/console/data/export", "/console/data/save", "/console/data/delete"):
             assert ann.post(path, data={"sql": sql, "as": "csv", "name": "x"}, headers=own).status_code == 403
+
+
+# Room that others need, and records
+
+
+def test_bodies_that_never_end_and_streams_of_one_key_leave_room_for_others(site: Site) -> None:
+    address = urlsplit(site.url)
+    with ExitStack() as stack:
+        for _ in range(100):
+            slow = stack.enter_context(socket.create_connection((address.hostname, address.port), timeout=30))
+            slow.sendall(b"POST /console/login HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nk")
+        ann, ops = stack.enter_context(site.client("ann")), stack.enter_context(site.client("ops"))
+        live = ann.build_request("GET", "/console/live")
+        streams = [ann.send(live, stream=True) for _ in range(18)]
+        assert [stream.status_code for stream in streams] == [200] * 16 + [503] * 2
+        others = ops.send(ops.build_request("GET", "/console/live"), stream=True)
+        assert others.status_code == 200
+        for stream in (*streams, others):
+            stream.close()
+
+
+def test_what_an_enemy_sends_is_no_line_of_the_log_nor_of_the_audit_log(site: Site) -> None:
+    forged = "x\n2026-01-01 00:00:00,000 CRITICAL forged: FORGED\x1b[2J\u2028FORGED"
+    audit = AuditLog(site.settings.path(site.settings.serve.audit))
+    with site.client("ops") as ops:
+        own = {"X-CSRF-Token": token(ops), "Origin": site.url}
+        before = len(audit.entries())
+        assert ops.post(f"/console/keys/{quote(forged, safe='')}/revoke", data={}, headers=own).status_code in (
+            404,
+            409,
+        )
+        assert ops.post("/console/policies/2/promote", data={"why": forged}, headers=own).status_code == 409
+        for field in ("text", "user", "session", "policy", "before", "reward_above"):
+            assert ops.get("/console/traffic", params={field: forged}).status_code == 200
+    assert not re.search("^(2026-01-01 00|FORGED)", site.log.read_text(), re.MULTILINE)
+    assert [entry.action for entry in audit.entries()[before:]][-1] == "console.promote"
+    shown = CliRunner().invoke(cli.millrace, ["audit", "--home", str(site.settings.home)]).output
+    assert "FORGED" in shown
+    assert not re.search("^FORGED|\x1b", shown, re.MULTILINE)
