@@ -79,7 +79,10 @@ def create_app(
             server.failure = server.failure or _failure(error)
             raise
 
-    app = FastAPI(title="Millrace", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # No redirect of a path with a slash too many: it would lead to whatever host a request names.
+    app = FastAPI(
+        title="Millrace", version="1", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.server = server
     http.install(app)
     for module in (generate, completions, feedback, admin, experiments):
@@ -112,7 +115,7 @@ def create_further_app(process: FurtherProcess) -> FastAPI:
             process.failure = process.failure or _failure(error)
             raise
 
-    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.server = process
     http.install(app)
     for module in (generate, completions):

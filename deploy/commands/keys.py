@@ -1,4 +1,4 @@
-"""keys create, list, revoke: who may use the server."""
+"""keys create, list, scope, revoke: who may use the server, and for what."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from serve.middleware.api_keys import ApiKey, Scope
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
+_SCOPES_HELP = (
+    "generate: /generate and /v1; feedback: /feedback; evaluate: as generate, and never recorded; read: the pages of "
+    "/console, with rows of its tenant alone; admin: /policy, /metrics, /experiments, and on the console promotions "
+    "and keys. Can be repeated."
+)
 
 
 def when(value: str) -> datetime:
@@ -64,9 +69,7 @@ def keys() -> None:
     type=click.Choice(SCOPES),
     default=("generate", "feedback"),
     show_default=True,
-    help="generate: /generate and /v1; feedback: /feedback; evaluate: as generate, and never recorded; read: the pages "
-    "of /console, with rows of its tenant alone; admin: /policy, /metrics, /experiments, and on the console promotions "
-    "and keys. Can be repeated.",
+    help=_SCOPES_HELP,
 )
 @click.option("--expires", type=when, metavar="WHEN", help="30d, 12h, 45m, or a time in ISO 8601; never without.")
 @click.option("--requests-per-minute", type=rate, metavar="N", help="Its own limit, or unlimited.")
@@ -162,6 +165,29 @@ def list_keys(settings: Settings, as_json: bool) -> None:
     header = ["id", "name", "tenant", "scopes", "state", "created (UTC)", "expires (UTC)", *limits, "capture", "sso"]
     empty = f"no keys in {path}: the server listens on loopback only; make one with `millrace keys create`"
     print_table(header, rows, empty)
+
+
+@keys.command()
+@click.argument("key", metavar="KEY")
+@click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(SCOPES), help=_SCOPES_HELP)
+@pass_settings
+def scope(settings: Settings, key: str, scopes: tuple[Scope, ...]) -> None:
+    """Give a key other scopes, by its id, its name or its secret: those named here, and none of those that it had.
+
+    The secret stays the same. A running server applies it within a second, to the sessions of the key too.
+    """
+    from serve.middleware.api_keys import id_of, set_scopes
+
+    key = id_of(key.encode(errors="replace")) or key  # no secret that is still good may get into the audit log
+    path = settings.path(settings.serve.keys)
+    try:
+        with audited(settings, "keys.scope", key=key, scopes=scopes) as outcome:
+            before, after = set_scopes(path, key, scopes)
+            outcome.result = {"key": after.id, "name": after.name, "before": before.scopes}
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(f"key {after.id} of {after.name}: {', '.join(after.scopes)}; before, {', '.join(before.scopes)}")
+    _say_without_admin(path)
 
 
 @keys.command()

@@ -88,6 +88,7 @@ _LAKE: Final = frozenset(
 
 _ACTIONS: Final = {
     "/keys": ("create_key", "admin"),
+    "/keys/{key_id}/scope": ("scope_key", "admin"),
     "/keys/{key_id}/revoke": ("revoke_key", "admin"),
     "/policies/{version:version}/promote": ("promote", "admin"),
     "/policies/{version:version}/rollback": ("rollback", "admin"),
@@ -141,6 +142,7 @@ class _Console:
             exception_handlers={Problem: _problem, 404: _missing},
             lifespan=self._lifespan,
         )
+        self.app.router.redirect_slashes = False  # it would lead to whatever host a request names
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:

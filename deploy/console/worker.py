@@ -49,6 +49,7 @@ PAGES: Final[dict[str, Callable[[Settings, Visit], Answer]]] = {
     "compare_suites": compare.suites,
     "keys": keys.page,
     "create_key": keys.create,
+    "scope_key": keys.scope,
     "revoke_key": keys.revoke,
     "labels": labels.page,
     "labels_next": labels.following,

@@ -27,6 +27,8 @@ def install(app: FastAPI, *, console: bool) -> None:
         )
 
     app.add_route("/", start)
+    if console:
+        app.add_route(CONSOLE, start)
     app.add_route("/docs", _docs)
     app.mount("/docs/static", StaticFiles(directory=_FOLDER))
 

@@ -26,6 +26,7 @@ LOCAL: Final = "local"
 """The id of the key that commands on the server's own machine use; it stands in a file of its own."""
 
 _LOCK_TIMEOUT_S: Final = 10
+_PAST: Final = {"revoked": "was revoked", "expired": "has expired"}
 _FORM: Final = re.compile(rb"mrk_([a-z0-9]{1,32})_[A-Za-z0-9_-]{20,128}")
 
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -109,15 +110,11 @@ def create_key(
     A key of scope ``evaluate`` may generate, and its traffic is never recorded, so nothing is trained on it. Raises
     KeyFileError, ValueError for a value that doesn't fit or a name that an active key has.
     """
-    scopes = set(scopes)
-    if {"evaluate", "generate"} <= scopes:
-        raise ValueError("scope evaluate generates too, and nothing is recorded: leave generate out")
+    scopes = _scopes(scopes, sso)
     if sso is not None and sso != ANY_USER and not is_user(sso):
         raise ValueError(
             f"sso: {sso!r} is no user's name: 1 to 200 printable characters, no comma, and no space at its ends"
         )
-    if sso == ANY_USER and "admin" in scopes:
-        raise ValueError("each user whom the proxy lets in would be an admin: leave the scope out, or name one user")
     now = datetime.now(UTC)
     key_id = secrets.token_hex(6)
     secret = new_secret(key_id)
@@ -125,7 +122,7 @@ def create_key(
         id=key_id,
         name=name,
         tenant=tenant,
-        scopes=tuple(scope for scope in SCOPES if scope in scopes),
+        scopes=scopes,
         sha256=digest(secret.encode()).hex(),
         created_at=now,
         expires_at=expires_at,
@@ -152,16 +149,31 @@ def is_user(name: str) -> bool:
     return 0 < len(name) <= 200 and name.isprintable() and name == name.strip() and "," not in name and name != ANY_USER
 
 
+def set_scopes(path: Path, wanted: str, scopes: Iterable[Scope]) -> tuple[ApiKey, ApiKey]:
+    """Give the key with this id, or the active one with this name, these scopes instead of those that it has.
+
+    Its secret and its sessions stay good, for what it then may. Returns the key as it was and as it is. Raises
+    KeyFileError, ValueError for scopes that don't go together or a key that is good for nothing any more.
+    """
+    now = datetime.now(UTC)
+    with _changed(path) as keys:
+        before = _find(keys, wanted, path, now)
+        if (state := before.state(now)) != "active":
+            raise ValueError(f"key {before.id} of {before.name} {_PAST[state]}: make a new one")
+        if not (chosen := _scopes(scopes, before.sso)):
+            raise ValueError("a key has one scope at least; one that is to be good for nothing is revoked")
+        after = before.model_copy(update={"scopes": chosen})
+        keys[keys.index(before)] = after
+    return before, after
+
+
 def revoke_key(path: Path, wanted: str) -> ApiKey:
     """Revoke the key with this id, or the active one with this name; harmless to repeat. Raises KeyFileError."""
     now = datetime.now(UTC)
     with _changed(path) as keys:
-        found = [key for key in keys if key.id == wanted]
-        found += [key for key in keys if key.name == wanted and key.state(now) == "active"]
-        if not found:
-            raise KeyFileError(f"there is no key {wanted!r} in {path}: `millrace keys list` shows them")
-        revoked = found[0] if found[0].revoked_at else found[0].model_copy(update={"revoked_at": now})
-        keys[keys.index(found[0])] = revoked
+        found = _find(keys, wanted, path, now)
+        revoked = found if found.revoked_at else found.model_copy(update={"revoked_at": now})
+        keys[keys.index(found)] = revoked
     return revoked
 
 
@@ -199,6 +211,25 @@ def id_of(secret: bytes) -> str | None:
 def digest(secret: bytes) -> bytes:
     """What is kept of a secret."""
     return hashlib.sha256(secret).digest()
+
+
+def _scopes(scopes: Iterable[Scope], sso: str | None) -> tuple[Scope, ...]:
+    """Scopes, each once and in their order. Raises ValueError for those that don't go together."""
+    chosen = set(scopes)
+    if {"evaluate", "generate"} <= chosen:
+        raise ValueError("scope evaluate generates too, and nothing is recorded: leave generate out")
+    if sso == ANY_USER and "admin" in chosen:
+        raise ValueError("each user whom the proxy lets in would be an admin: leave the scope out, or name one user")
+    return tuple(scope for scope in SCOPES if scope in chosen)
+
+
+def _find(keys: list[ApiKey], wanted: str, path: Path, now: datetime) -> ApiKey:
+    """The key with this id, or the active one with this name. Raises KeyFileError."""
+    found = [key for key in keys if key.id == wanted]
+    found += [key for key in keys if key.name == wanted and key.state(now) == "active"]
+    if not found:
+        raise KeyFileError(f"there is no key {wanted!r} in {path}: `millrace keys list` shows them")
+    return found[0]
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Keys: who may use the server; make one, revoke one. For admins."""
+"""Keys: who may use the server; make one, change what one may, revoke one. For admins."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -11,7 +12,7 @@ from deploy.config import wording
 from deploy.config.root import Settings
 from deploy.console.pages.visit import Answer, Visit
 from deploy.console.pages.visit import page as shown
-from serve.middleware.api_keys import SCOPES, KeyFileError, create_key, read_keys, revoke_key
+from serve.middleware.api_keys import SCOPES, KeyFileError, Scope, create_key, read_keys, revoke_key, set_scopes
 
 EXPIRY: Final = {"": None, "1": timedelta(days=1), "30": timedelta(days=30), "365": timedelta(days=365)}
 
@@ -34,7 +35,7 @@ def create(settings: Settings, visit: Visit) -> Answer:
             settings.path(settings.serve.keys),
             name=form.get("name", "").strip(),
             tenant=form.get("tenant", "").strip() or settings.serve.tenant,
-            scopes=[scope for scope in SCOPES if form.get(f"scope-{scope}") == "yes"],
+            scopes=_chosen(form),
             expires_at=None if lasts is None else datetime.now(UTC) + lasts,
             sso=form.get("sso", "").strip() or None,
         )
@@ -46,6 +47,15 @@ def create(settings: Settings, visit: Visit) -> Answer:
     return page(settings, visit, secret=secret)
 
 
+def scope(settings: Settings, visit: Visit) -> Answer:
+    """Give a key the scopes that are ticked, and no others; its sessions have them from then on."""
+    try:
+        set_scopes(settings.path(settings.serve.keys), visit.path["key_id"], _chosen(visit.form or {}))
+    except (ValueError, KeyFileError) as error:
+        return page(settings, visit, refused=str(error))
+    return Answer(status=303, location="/console/keys")
+
+
 def revoke(settings: Settings, visit: Visit) -> Answer:
     """Revoke a key for good; its sessions end with it."""
     try:
@@ -53,3 +63,8 @@ def revoke(settings: Settings, visit: Visit) -> Answer:
     except KeyFileError as error:
         return page(settings, visit, refused=str(error))
     return Answer(status=303, location="/console/keys")
+
+
+def _chosen(form: Mapping[str, str]) -> list[Scope]:
+    """The scopes that are ticked in a form."""
+    return [scope for scope in SCOPES if form.get(f"scope-{scope}") == "yes"]

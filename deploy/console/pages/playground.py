@@ -27,13 +27,18 @@ def page(settings: Settings, visit: Visit) -> Answer:
 
 
 def judged(settings: Settings, visit: Visit) -> Answer:
-    """What becomes of feedback that was just given on a response: when a cycle can learn from it, if one can."""
+    """What becomes of the viewer's feedback on a response: which policy learned from it; before, when a cycle can."""
     response_id = visit.query.get("response_id", "")
     row = rows.read(settings, lambda connection: rows.one(connection, visit.tenant, response_id))
     if row is None:
         raise NotThere(f"There is no response {response_id[:100]} of {visit.tenant}.")
-    share = traffic.held_out(settings, row)
-    return shown("playground/judged", visit, held_out=share, status=status.look(settings, data=False))
+    share, own = traffic.held_out(settings, row), visit.viewer["name"]
+    given = [one["feedback_id"] for one in row["feedback"] if one["source"] == own and not one["of_session"]]
+    learned = []
+    if given and not share:  # by the newest: data with that has those before it too
+        learned = traffic.learned(settings.lake(), settings.policy_store(), row, feedback=given[-1])
+    now = status.look(settings, data=False)
+    return shown("playground/judged", visit, held_out=share, learned=learned, status=now)
 
 
 def _most_tokens(settings: Settings, folder: Path) -> tuple[int, int]:

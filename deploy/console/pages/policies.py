@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import duckdb
 
-from deploy.config.root import Settings
+from deploy.config.differences import Difference, defaults, differences, of_snapshot
+from deploy.config.root import ConfigError, Settings
 from deploy.console.pages import rows
 from deploy.console.pages.visit import Answer, NotThere, Visit
 from deploy.console.pages.visit import page as shown
@@ -18,9 +20,14 @@ from deploy.loop import promotion
 from evaluation.decisions.history import History
 from evaluation.decisions.ledger import LedgerError
 from evaluation.results import Evaluation, Sample, load_readable
+from feedback.lake.tables import Lake, LakeError
 from serve.policies.store import Policy, PolicyError, PolicyNotFound, PolicyStore
 
+log = logging.getLogger(__name__)
+
 _SAMPLES: Final = 8
+_OF_ALL: Final = ("train.", "feedback.scoring.", "feedback.kinds.", "evaluation.", "cycle.")
+"""Settings by which policies are made and judged; those of the server's operation are for admins."""
 _BUCKETS: Final = 48
 _REWARDS: Final = """
 WITH answered AS (
@@ -61,7 +68,7 @@ def one(settings: Settings, visit: Visit, *, said: str | None = None, refused: s
     store = settings.policy_store()
     policy = _policy(store, visit)
     version, pointer = policy.version, store.serving()
-    parent = next((one for one in _policies(store) if one.version == policy.parent), None)
+    parent = _parent(store, policy)
     evaluation, damaged = _evaluation(settings.path(settings.evaluation.folder), policy)
     values: dict[str, Any] = {
         "policy": policy,
@@ -71,7 +78,7 @@ def one(settings: Settings, visit: Visit, *, said: str | None = None, refused: s
         "children": [one.version for one in _policies(store) if one.parent == version],
         "verdicts": list(reversed(_verdicts(settings).get(policy.sha256, []))),
         "moves": [move for move in reversed(fates(store.history(), store.outcomes())) if move.version == version],
-        "changes": list(_changes(parent.lineage if parent else {}, policy.lineage)),
+        "changes": _changes(settings, parent, policy, visit),
         "parent": parent,
         "evaluation": evaluation,
         "damaged": damaged,
@@ -83,12 +90,17 @@ def one(settings: Settings, visit: Visit, *, said: str | None = None, refused: s
 
 
 def traffic(settings: Settings, visit: Visit) -> Answer:
-    """A part of the page of one policy: how it did in the tenant's traffic. It takes longer than the rest."""
-    policy, uri = _policy(settings.policy_store(), visit), settings.feedback.lake.uri
-    charts = []
+    """A part of the page of one policy: how it did in the tenant's traffic, and how much data its training read.
+
+    It takes longer than the rest.
+    """
+    store, uri = settings.policy_store(), settings.feedback.lake.uri
+    policy = _policy(store, visit)
+    charts, tables = list[dict[str, Any]](), list[dict[str, Any]]()
     if "://" in uri or settings.path(uri).is_dir():  # a server makes the lake
         charts = rows.read(settings, lambda connection: _charts(connection, visit.tenant, policy))
-    return shown("policies/traffic", visit, charts=charts)
+        tables = _tables_read(settings.lake(), _parent(store, policy), policy)
+    return shown("policies/traffic", visit, policy=policy, charts=charts, tables=tables)
 
 
 def promote(settings: Settings, visit: Visit) -> Answer:
@@ -126,6 +138,13 @@ def _policy(store: PolicyStore, visit: Visit) -> Policy:
         return store.get(version)
     except PolicyNotFound as error:
         raise NotThere(f"There is no policy {version}.") from error
+
+
+def _parent(store: PolicyStore, policy: Policy) -> Policy | None:
+    try:
+        return None if policy.parent is None else store.get(policy.parent)
+    except PolicyNotFound:
+        return None
 
 
 def _policies(store: PolicyStore) -> list[Policy]:
@@ -179,22 +198,55 @@ def _telling(samples: tuple[Sample, ...]) -> list[Sample]:
     return sorted(samples, key=lambda one: -abs((one.candidate_score or 0) - (one.incumbent_score or 0)))[:_SAMPLES]
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(setting, before, after) of the training settings that differ; against no parent's, none."""
-    old, new = dict(_flat(before.get("train") or {})), dict(_flat(after.get("train") or {}))
-    if not old:
-        return
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            yield name, old.get(name), new.get(name)
+@dataclass(frozen=True)
+class _Changes:
+    """``parent``: None if the settings are compared with the defaults; ``unknown``: why the others' are not known."""
+
+    differences: list[Difference]
+    parent: int | None
+    unknown: str | None = None
 
 
-def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
+def _changes(settings: Settings, parent: Policy | None, policy: Policy, visit: Visit) -> _Changes | None:
+    """Which settings changed since the policy's parent was trained, as far as the viewer may see them.
+
+    Where the parent was not trained, against the defaults; None for a policy that was not trained itself.
+    """
+    own, above = policy.lineage, {} if parent is None else parent.lineage
+    if not own.get("train"):
+        return None
+    version = parent.version if parent is not None and above.get("train") else None
+    try:
+        after = of_snapshot(settings, own.get("config"))
+        before = defaults() if version is None else of_snapshot(settings, above.get("config"))
+        unknown = None
+    except ConfigError as error:
+        after, before, unknown = {}, {} if version else {"train": defaults()["train"]}, str(error)
+    if version is not None:  # with what a recipe and the data settled, which no snapshot has
+        before = {**before, "train": above["train"]}
+    if version is not None or unknown is not None:
+        after = {**after, "train": own["train"]}
+    found = [one for one in differences(before, after) if visit.may("admin") or one.key.startswith(_OF_ALL)]
+    return _Changes(found, version, unknown)
+
+
+def _tables_read(lake: Lake, parent: Policy | None, policy: Policy) -> list[dict[str, Any]]:
+    """Of each table that the training read: its version and rows then, and how many more than at the parent's."""
+
+    def count(table: str, version: Any) -> int | None:
+        try:
+            return None if type(version) is not int else lake.table(table, version, readable=False).count()
+        except LakeError as error:  # the log does not reach back so far
+            log.info("the rows of %s at version %s are not known: %s", table, version, error)
+            return None
+
+    before = ({} if parent is None else parent.lineage.get("lake_versions")) or {}
+    found = []
+    for table, version in (policy.lineage.get("lake_versions") or {}).items():
+        rows, had = count(table, version), count(table, before.get(table))
+        more = None if rows is None or had is None else rows - had
+        found.append({"table": table, "version": version, "rows": rows, "more": more})
+    return found
 
 
 def _charts(connection: duckdb.DuckDBPyConnection, tenant: str, policy: Policy) -> list[dict[str, Any]]:

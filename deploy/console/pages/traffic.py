@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 from urllib.parse import urlencode
 
 from deploy.config.root import Settings
@@ -20,6 +20,8 @@ from feedback.lake.tables import Lake
 from serve.policies.store import PolicyError, PolicyNotFound, PolicyStore
 
 log = logging.getLogger(__name__)
+
+_LARGEST: Final = 2**63 - 1  # of the lake's whole numbers
 
 
 def page(settings: Settings, visit: Visit) -> Answer:
@@ -75,20 +77,24 @@ def held_out(settings: Settings, row: Mapping[str, Any]) -> float | None:
     return share if HeldOut(share=share).in_slice(row) else None
 
 
-def learned(lake: Lake, store: PolicyStore, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def learned(
+    lake: Lake, store: PolicyStore, row: Mapping[str, Any], *, feedback: str | None = None
+) -> list[dict[str, Any]]:
     """The policies that learned from this response's prompt and read the lake with the response in it, rising.
 
+    ``feedback``: the id of one that was given on the response; then only those that read it too.
     ``known``: False where a policy's manifest does not say from which prompts it learned, so that it may have.
     """
     from feedback.maintenance.erasure import was_visible
 
+    wanted = {"interactions": row["response_id"]} | ({} if feedback is None else {"feedback": feedback})
     keys = set[str]() if row["prompt"] is None else HeldOut().keys(row)
     found, visible = list[dict[str, Any]](), False
     for version in store.versions():
         try:
             policy = store.get(version)
-            at = (policy.lineage.get("lake_versions") or {}).get("interactions")
-            if at is None or datetime.fromisoformat(policy.created_at) < row["created_at"]:
+            versions = policy.lineage.get("lake_versions") or {}
+            if not wanted.keys() <= versions.keys() or datetime.fromisoformat(policy.created_at) < row["created_at"]:
                 continue
         except PolicyNotFound:  # its run has just withdrawn it
             continue
@@ -97,9 +103,9 @@ def learned(lake: Lake, store: PolicyStore, row: Mapping[str, Any]) -> list[dict
         except PolicyError as error:  # damaged, or not to be had now
             log.warning("what policy %d learned from is not known: %s", version, error)
             prompts = None
-        visible = visible or bool(
-            was_visible(lake, "interactions", {row["response_id"]}, at)
-        )  # later reads have it too
+        visible = visible or all(  # later reads have it too
+            was_visible(lake, table, {one}, versions[table]) for table, one in wanted.items()
+        )
         if visible and (prompts is None or not keys or not keys.isdisjoint(prompts)):
             found.append({"version": version, "known": prompts is not None and bool(keys)})
     return found
@@ -112,7 +118,10 @@ def _search(query: Mapping[str, str]) -> Search:
         if not (text := query.get(name, "").strip()):
             return None
         try:
-            return kind(text)
+            value = kind(text)
+            if isinstance(value, int) and abs(value) > _LARGEST:
+                raise ValueError
+            return value
         except ValueError:
             raise ValueError(f"{name.replace('_', ' ')}: {text[:50]!r} is no number") from None
 

@@ -6,6 +6,7 @@ const play = document.getElementById("play"), log = document.getElementById("log
 const ask = document.getElementById("ask"), stop = document.getElementById("stop"), settings = document.getElementById("settings");
 const template = document.getElementById("answer"), isChat = play.dataset.chat === "yes";
 const session = () => `playground-${crypto.getRandomValues(new Uint32Array(3)).join("-")}`;
+const waiting = new Map(); // where it says what becomes of a judgement that no policy has learned from yet
 let chat = [], running = null, conversation = session();
 
 settings.addEventListener("input", show);
@@ -67,12 +68,13 @@ async function finish(answer, response, answers) {
   const details = `/console/traffic/${encodeURIComponent(response.response_id)}`;
   votes.querySelector("a").href = details;
   const judge = async (feedback, pressed) => {
+    waiting.delete(outcome);
+    outcome.dataset.was = "";
     outcome.textContent = "…";
     try {
       await post("/feedback", { response_id: response.response_id, source: play.dataset.who, ...feedback });
       for (const one of answer.querySelectorAll("[aria-pressed]")) one.setAttribute("aria-pressed", String(one === pressed));
-      outcome.innerHTML = await part(`/console/playground/judged?response_id=${encodeURIComponent(response.response_id)}`);
-      refresh(outcome);
+      await follow(outcome, `/console/playground/judged?response_id=${encodeURIComponent(response.response_id)}`);
     } catch (error) { outcome.textContent = error.message; }
   };
   const [up, down, better] = ["up", "down", "better"].map((name) => votes.querySelector(`.${name}`));
@@ -89,6 +91,21 @@ async function finish(answer, response, answers) {
   form.onsubmit = async (event) => { event.preventDefault(); await judge({ kind: "correction", text: form.elements.text.value }); form.hidden = true; };
   try { answer.querySelector(".text").innerHTML = await part(`${details}?part=tokens`); } catch { /* the text stays as it came */ }
 }
+
+/** Say what becomes of a judgement; again every minute, until a policy has learned from it or none ever will. */
+async function follow(outcome, path) {
+  const html = await part(path);
+  if (outcome.dataset.was !== html) { outcome.dataset.was = html; outcome.innerHTML = html; }
+  refresh(outcome);
+  if (outcome.querySelector("[data-final]")) waiting.delete(outcome); else waiting.set(outcome, path);
+}
+setInterval(async () => {
+  if (document.hidden) return;
+  for (const [outcome, path] of [...waiting]) {
+    if (!outcome.isConnected) { waiting.delete(outcome); continue; }
+    try { await follow(outcome, path); } catch { /* in a minute once more */ }
+  }
+}, 60000);
 
 ask.addEventListener("submit", (event) => { event.preventDefault(); send(1); });
 document.getElementById("two").addEventListener("click", () => send(2));

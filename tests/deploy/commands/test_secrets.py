@@ -202,9 +202,10 @@ def holders(root: Path, key: str = KEY) -> set[Path]:
     return {path for path in root.rglob("*") if path.is_file() and key.encode() in path.read_bytes()}
 
 
-def test_a_key_is_revoked_by_its_secret_which_gets_into_no_log(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_is_changed_and_revoked_by_its_secret_which_gets_into_no_log(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["keys", "create", "--home", "h", "--name", "app", "--json"]) == 0
     secret = json.loads(capsys.readouterr().out)["secret"]
+    assert cli.run(["keys", "scope", "--home", "h", "--scope", "read", secret]) == 0
     assert cli.run(["keys", "revoke", "--home", "h", secret]) == 0
     assert cli.run(["keys", "revoke", "--home", "h", f"mrk_x{secret[5:]}"]) != 0
     output = capsys.readouterr()

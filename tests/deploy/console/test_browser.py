@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import re
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from evaluation.suites.held_out import HeldOut
 from feedback.lake.tables import Lake
-from serve.middleware.api_keys import revoke_key
+from serve.middleware.api_keys import read_keys, revoke_key
 from tests.deploy.console.conftest import Site
 
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 WAIT_MS = 60_000
+ENEMY = Path(__file__).with_name("enemy.html").read_text()
+_JUDGED = "SELECT 1 FROM feedback WHERE response_id = ?"
 CONTRAST = Path(__file__).with_name("contrast.js").read_text()
 FLAGS = [
     "--no-sandbox",
@@ -113,6 +121,104 @@ def test_a_chat_streams_its_votes_reach_the_lake_and_hostile_text_stays_text(vis
         ("correction", None, "4"),
     ]
     assert {(vote["source"], vote["tenant"]) for vote in votes} == {("ann", "acme")}
+
+
+def test_an_answer_that_was_judged_says_later_which_policy_learned_from_it(
+    visitor: Visitor, site: Site, model: Path
+) -> None:
+    page = visitor.page
+    page.clock.install()
+    visitor.log_in("ann")
+    page.goto(f"{site.url}/console/playground")
+    page.get_by_label("Most tokens").fill("4")
+    page.locator("#ask textarea").fill("7+7=")
+    page.keyboard.press("Enter")
+    page.locator(".answer .up").click()
+    outcome = page.locator(".answer .outcome")
+    expect(outcome).to_contain_text("can learn from this")
+    response, lake = str(page.locator(".answer").get_attribute("data-id")), site.settings.lake()
+    deadline = time.monotonic() + 120
+    while not lake.read(lambda rows: rows.execute(_JUDGED, [response]).fetchall()):  # until it is sealed
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    lineage, keys = {"lake_versions": lake.versions()}, HeldOut().keys({"prompt": "7+7="})
+    made = site.settings.policy_store().publish(model, parent=1, lineage=lineage, metrics={}, learned_prompts=keys)
+    expect(outcome).to_contain_text("can learn from this")
+    page.clock.fast_forward(61_000)
+    expect(outcome).to_have_text(f"Policy {made.version} learned from this.")
+    outcome.get_by_role("link").click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text(f"Policy {made.version}")
+
+
+def test_hostile_text_of_every_input_runs_on_no_page(visitor: Visitor, site: Site) -> None:
+    page = visitor.page
+    hostile = "<img/src=x/onerror=\"document.title='taken'\"><svg/onload=\"document.title='taken'\">'\"{{7*7}}"
+    response = site.generate("ann", hostile, user=hostile, session_id=hostile, metadata={"note": hostile})
+    said = {"response_id": response, "kind": "comment", "text": hostile, "source": hostile}
+    headers = {"X-API-Key": site.secrets["ann"]}
+    assert httpx.post(f"{site.url}/feedback", json=said, headers=headers, timeout=60).status_code == 201
+    site.make_key(hostile, "read")
+    visitor.log_in("ops")
+    page.goto(f"{site.url}/console/data")
+    quoted = hostile.replace("'", "''").replace('"', '""')
+    page.locator("textarea").fill(f'SELECT i AS "{quoted}", i AS "{quoted}2", \'<b>\' FROM range(3) t(i)')
+    page.get_by_label("Name").fill(hostile)
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("status")).to_have_text(f"Saved as {hostile}.")
+    page.get_by_role("button", name="Run").click()
+    expect(page.locator(".charts.results figure")).to_have_count(1)
+    address = quote(hostile, safe="")
+    for path in (
+        "",
+        "policies",
+        "policies/2",
+        "traffic",
+        f"traffic?user={address}",
+        f"traffic?text={address}",
+        f"traffic/{response}",
+        "labels",
+        "compare",
+        f"data?name={address}",
+        "data?name=%3Cimg%20src=x%3E",
+        "keys",
+        f"login?next=/console/{address}",
+    ):
+        page.goto(f"{site.url}/console/{path}")
+        page.wait_for_load_state("networkidle") if path else expect(page.locator("h1")).to_be_visible()
+        assert page.locator("img[src=x], svg[onload], [onerror]").count() == 0, path
+        assert page.title().endswith("Millrace"), path
+        assert "49" not in page.title()
+    visitor.wrong = [line for line in visitor.wrong if "404" not in line]
+
+
+def test_a_page_of_another_program_on_this_machine_does_and_reads_nothing(visitor: Visitor, site: Site) -> None:
+    """Another port is the same site, so that the browser sends the session's cookie along."""
+    page, before, answers = visitor.page, read_keys(site.keys), list[tuple[str, int]]()
+    visitor.log_in("ops")
+
+    class Evil(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(ENEMY.replace("SITE", site.url).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Evil) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page.on("response", lambda answer: answers.append((answer.request.method, answer.status)))
+        page.goto(f"http://127.0.0.1:{server.server_port}/")
+        page.wait_for_function("window.read !== undefined")
+        assert page.evaluate("window.read") == []
+        expect(page.locator("iframe")).to_have_count(2)
+        page.wait_for_timeout(500)
+        server.shutdown()
+    posted = [status for method, status in answers if method == "POST"]
+    assert (set(posted), len(posted) >= 2) == ({403}, True)
+    assert read_keys(site.keys) == before
+    visitor.wrong = []  # a browser complains of what is refused here
 
 
 def test_of_two_answers_the_better_one_is_chosen(visitor: Visitor, site: Site) -> None:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from loadtests.event_lines import lines_of
 from loadtests.tiny_model import make_model_folder
 from serve.config import ServeConfig
-from serve.middleware.api_keys import create_key, revoke_key
+from serve.middleware.api_keys import create_key, revoke_key, set_scopes
 from serve.policies.experiments import Experiment, Experiments, Phase
 from serve.policies.store import PolicyStore
 from tests.serve import conftest
@@ -349,6 +349,12 @@ async def test_keys_and_what_they_may_use_hold_over_both_together(
     # 3 of 53 tokens are the prompt's.
     whole = {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True}
     await count_answers(clients, whole, short, each=53, per_minute=530, path="/v1/completions")
+    set_scopes(path, "slow", ["feedback"])
+    async with asyncio.timeout(120):  # neither process lets it generate any more
+        for client in clients:
+            while (answer := await client.post("/generate", json=body, headers=slow)).status_code != 403:
+                assert answer.status_code in (200, 429)
+                await asyncio.sleep(0.1)
     revoke_key(path, "short")
     assert ["revoked" in answer.text for answer in await until_refused(short)] == [True] * 2
     metrics = (await clients[FURTHER].get("/metrics", headers=everything)).text

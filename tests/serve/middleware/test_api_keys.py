@@ -18,7 +18,7 @@ import pytest
 from deploy.cli import run
 from deploy.config.root import load
 from serve.config import LimitsConfig, ServeConfig
-from serve.middleware.api_keys import KeyFileError, create_key, id_of, local_file, read_keys, revoke_key
+from serve.middleware.api_keys import KeyFileError, create_key, id_of, local_file, read_keys, revoke_key, set_scopes
 from serve.middleware.keyring import Keyring, NeedsKeys, Refused, is_loopback, scope_of
 from serve.observability.audit import AuditLog
 
@@ -80,6 +80,41 @@ def test_two_keys_of_one_name_differ_and_a_name_is_free_again_when_its_key_is_re
     assert revoke_key(path, first.id).revoked_at == read_keys(path)[0].revoked_at
     with pytest.raises(KeyFileError, match="there is no key 'two'"):
         revoke_key(path, "two")
+
+
+def test_a_key_gets_other_scopes_and_keeps_its_secret_and_all_else(path: Path) -> None:
+    other, _ = create_key(path, name="other", tenant="t", scopes=["read"])
+    made, secret = create_key(path, name="one", tenant="acme", scopes=["generate"], requests_per_minute=7)
+    ring = keyring(path)
+    before, after = set_scopes(path, "one", ["admin", "read", "admin"])
+    assert (before, after) == (made, made.model_copy(update={"scopes": ("read", "admin")}))
+    assert read_keys(path) == (other, after)
+    ring.refresh()
+    assert ring.authenticate(secret.encode()).scopes == {"read", "admin"}
+    set_scopes(path, made.id, ["evaluate"])
+    ring.refresh()
+    principal = ring.authenticate(secret.encode())
+    assert (principal.scopes, principal.capture) == ({"evaluate", "generate"}, False)  # and none of its traffic is kept
+
+
+def test_scopes_that_make_no_sense_change_nothing(path: Path) -> None:
+    create_key(path, name="one", tenant="t", scopes=["generate"])
+    create_key(path, name="all", tenant="t", scopes=["read"], sso="*")
+    create_key(path, name="gone", tenant="t", scopes=["read"])
+    gone = revoke_key(path, "gone")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="leave generate out"):
+        set_scopes(path, "one", ["generate", "evaluate"])
+    with pytest.raises(ValueError, match="each user whom the proxy lets in would be an admin"):
+        set_scopes(path, "all", ["read", "admin"])
+    with pytest.raises(ValueError, match="one scope at least"):
+        set_scopes(path, "one", [])
+    with pytest.raises(ValueError, match=f"key {gone.id} of gone was revoked"):
+        set_scopes(path, gone.id, ["admin"])
+    for unknown in ("gone", "nobody"):
+        with pytest.raises(KeyFileError, match=f"there is no key '{unknown}'"):
+            set_scopes(path, unknown, ["admin"])
+    assert path.read_bytes() == before
 
 
 def test_a_key_file_that_is_a_link_stays_one_so_that_what_is_revoked_behind_it_is(path: Path) -> None:
@@ -299,6 +334,22 @@ def test_the_command_shows_a_secret_once_lists_and_revokes(tmp_path: Path, capsy
     assert run(["keys", "list", "--json", *home]) == 0
     (listed,) = json.loads(capsys.readouterr().out)
     assert listed == {name: value for name, value in made.items() if name != "secret"}
+    assert run(["keys", "scope", "ci", "--scope", "generate", "--scope", "read", *home]) == 0
+    told = capsys.readouterr()
+    assert told.out == f"key {made['id']} of ci: generate, read; before, admin\n"
+    assert "No key has the scope admin" in told.err
+    assert keyring(tmp_path / "keys.json").authenticate(made["secret"].encode()).scopes == {"generate", "read"}
+    assert run(["keys", "scope", "ci", "--scope", "generate", "--scope", "evaluate", *home]) == 2
+    assert "leave generate out" in capsys.readouterr().err
+    assert run(["keys", "scope", "ci", *home]) == 2
+    assert "--scope" in capsys.readouterr().err
+    entries = [entry for entry in AuditLog(tmp_path / "audit.jsonl").entries() if entry.action == "keys.scope"]
+    assert [entry.subject for entry in entries] == [
+        {"key": "ci", "scopes": ["generate", "read"]},
+        {"key": "ci", "scopes": ["generate", "evaluate"]},
+    ]
+    assert entries[0].result == {"key": made["id"], "name": "ci", "before": ["admin"]}
+    assert [str(entry.outcome)[:6] for entry in entries] == ["done", "failed"]
     assert run(["keys", "revoke", "ci", *home]) == 0
     assert run(["keys", "list", *home]) == 0
     assert "revoked" in capsys.readouterr().out

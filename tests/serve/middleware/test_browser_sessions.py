@@ -13,7 +13,7 @@ from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
 from serve.app import create_app
 from serve.config import ServeConfig
 from serve.http import Problem
-from serve.middleware.api_keys import create_key, read_keys, revoke_key
+from serve.middleware.api_keys import create_key, read_keys, revoke_key, set_scopes
 from serve.middleware.authentication import Authenticator
 from serve.middleware.browser_sessions import SESSION_S, BrowserSessions, cookie_of, set_cookie, token_of
 from serve.middleware.keyring import Keyring, Refused
@@ -76,6 +76,14 @@ def test_a_session_ends_with_its_key_and_after_its_time(home: Home) -> None:
     home.keyring.refresh()
     with pytest.raises(Refused, match="revoked"):
         home.sessions.principal(cookie)
+
+
+def test_a_session_may_what_its_key_may_now(home: Home) -> None:
+    cookie = home.sessions.begin(home.secret)
+    for scopes in (["read"], ["read", "admin"], ["feedback"]):
+        set_scopes(Path(home.config.keys), home.key.id, scopes)
+        home.keyring.refresh()
+        assert home.sessions.principal(cookie).scopes == set(scopes)
 
 
 def test_a_replica_that_starts_later_knows_the_session(home: Home) -> None:
