@@ -75,7 +75,7 @@ class _Lease:
         # A swap that is under way ends first, and then requests do.
         longest = serve.swap.prepare_timeout_s + serve.sleep.drain_timeout_s + serve.sleep.timeout_s + SERVER_TIMEOUT_S
         try:
-            answer = self._tell("/sleep", longest)
+            answer = self._tell("/server/sleep", longest)
         except httpx.HTTPError as error:
             self._let_go()
             raise ServerAwake(f"{self._settings.server_url} does not say that it sleeps: {error}") from error
@@ -101,7 +101,7 @@ class _Lease:
 
         serve = self._settings.serve
         try:
-            answer = self._tell("/wake", serve.sleep.timeout_s + serve.sleep.drain_timeout_s + SERVER_TIMEOUT_S)
+            answer = self._tell("/server/wake", serve.sleep.timeout_s + serve.sleep.drain_timeout_s + SERVER_TIMEOUT_S)
         except httpx.HTTPError as error:
             return str(error) or type(error).__name__
         return None if answer.status_code == 200 else _detail(answer)
@@ -112,7 +112,7 @@ class _Lease:
 
         while not self._ended.wait(self._settings.devices.lease_s / _RENEWALS):
             try:
-                self._tell("/sleep", self._settings.devices.lease_s)
+                self._tell("/server/sleep", self._settings.devices.lease_s)
             except httpx.HTTPError:
                 continue
 
@@ -120,7 +120,7 @@ class _Lease:
         import httpx
 
         body: dict[str, Any] = {"holder": self._holder}
-        if path == "/sleep":
+        if path == "/server/sleep":
             body |= {"lease_s": self._settings.devices.lease_s, "why": "devices in turns"}
         return httpx.post(
             f"{self._settings.server_url}{path}",

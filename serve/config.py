@@ -178,8 +178,8 @@ class SleepConfig(Section):
 
     allowed: bool | None = Field(
         None,
-        description="Whether the server may be asked to sleep (POST /sleep); on a GPU its engine is then started with "
-        "vLLM's sleep mode, in which it can give its memory back. None: where `devices` are used in turns.",
+        description="Whether the server may be asked to sleep (POST /server/sleep). On a GPU its engine is started "
+        "with vLLM's sleep mode then, by which it gives its memory back. None: where `devices` are used in turns.",
     )
     drain_timeout_s: float = Field(
         30,

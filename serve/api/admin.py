@@ -1,4 +1,4 @@
-"""``GET /health``, ``/ready``, ``/policy`` and ``/metrics``; ``POST /sleep`` and ``/wake``."""
+"""``GET /health``, ``/ready``, ``/policy`` and ``/metrics``; ``POST /server/sleep`` and ``/server/wake``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PolicyOut(BaseModel):
     )
     replica: str = Field(description="The replica that answers.")
     unready: str | None = Field(description="Why the replica that answers takes no requests.")
-    sleep: dict[str, Any] = Field(description="As of `/sleep`: what this replica does, and who has it sleep.")
+    sleep: dict[str, Any] = Field(description="As of `/server/sleep`: what this replica does, and who has it sleep.")
     phase: str | None = Field(None, description="In a fleet: what its rollout does at the moment.")
     rollout: dict[str, Any] | None = Field(None, description="In a fleet: the rollout under way.")
     replicas: dict[str, Any] | None = Field(None, description="In a fleet: what each replica does.")
@@ -98,7 +98,7 @@ class WakeIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    holder: str = Field(min_length=1, max_length=200, description="As it was named to `/sleep`.")
+    holder: str = Field(min_length=1, max_length=200, description="As it was named to `/server/sleep`.")
 
 
 class SleepOut(BaseModel):
@@ -156,7 +156,7 @@ async def metrics(request: Request) -> Response:
 
 
 @router.post(
-    "/sleep",
+    "/server/sleep",
     responses={200: {"model": SleepOut}, **problems(401, 403, 408, 409, 413, 422, 503)},
     openapi_extra=body_of(SleepIn),
 )
@@ -180,7 +180,7 @@ async def sleep(request: Request) -> Response:
 
 
 @router.post(
-    "/wake",
+    "/server/wake",
     responses={200: {"model": SleepOut}, **problems(401, 403, 408, 409, 413, 422, 503)},
     openapi_extra=body_of(WakeIn),
 )

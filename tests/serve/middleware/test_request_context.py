@@ -240,6 +240,8 @@ ROUTES = [
     ("GET", "/experiments", "admin"),
     ("GET", "/experiments/1", "admin"),
     ("POST", "/experiments/1/stop", "admin"),
+    ("POST", "/server/sleep", "admin"),
+    ("POST", "/server/wake", "admin"),
 ]
 
 

@@ -59,15 +59,15 @@ async def until(client: httpx.AsyncClient, wanted: str, seconds: float = 60) -> 
 async def asked(sleeper: LiveServer) -> Any:
     async with httpx.AsyncClient(base_url=sleeper.url, timeout=60) as client:
         yield client
-        for holder in (await say(client, "/wake"))["holders"]:
-            await say(client, "/wake", holder)
+        for holder in (await say(client, "/server/wake"))["holders"]:
+            await say(client, "/server/wake", holder)
         assert await state(client) == "awake"
 
 
 async def test_requests_wait_while_it_sleeps_and_are_answered_and_recorded_when_it_wakes(
     asked: httpx.AsyncClient, sleeper: LiveServer
 ) -> None:
-    assert (await say(asked, "/sleep", lease_s=60, why="a test"))["state"] == "asleep"
+    assert (await say(asked, "/server/sleep", lease_s=60, why="a test"))["state"] == "asleep"
     assert await state(asked) == "asleep"
     ready = await asked.get("/ready")
     assert (ready.status_code, "sleeps" in ready.text, ready.headers["retry-after"]) == (503, True, "5")
@@ -78,9 +78,9 @@ async def test_requests_wait_while_it_sleeps_and_are_answered_and_recorded_when_
     streamed = asyncio.create_task(asked.post("/generate", json=body | {"stream": True}))
     await asyncio.sleep(1.0)
     assert not any(task.done() for task in (*waiting, streamed))
-    assert (await asked.post("/sleep", json={"holder": "training", "lease_s": 60})).json()["waiting"] == 5
+    assert (await asked.post("/server/sleep", json={"holder": "training", "lease_s": 60})).json()["waiting"] == 5
     assert "millrace_sleep_asleep 1.0" in (await asked.get("/metrics")).text
-    assert (await say(asked, "/wake"))["state"] == "awake"
+    assert (await say(asked, "/server/wake"))["state"] == "awake"
     answers = await asyncio.gather(*waiting, streamed)
     assert [answer.status_code for answer in answers] == [200] * 5
     assert "event: done" in answers[-1].text
@@ -92,7 +92,7 @@ async def test_requests_wait_while_it_sleeps_and_are_answered_and_recorded_when_
 
 
 async def test_what_waits_too_long_or_with_too_many_gets_503_with_retry_after(asked: httpx.AsyncClient) -> None:
-    await say(asked, "/sleep", lease_s=60)
+    await say(asked, "/server/sleep", lease_s=60)
     began = time.monotonic()
     waiting = [asyncio.create_task(asked.post("/generate", json={"prompt": "a", "max_tokens": 2})) for _ in range(8)]
     await asyncio.sleep(0.5)
@@ -103,27 +103,27 @@ async def test_what_waits_too_long_or_with_too_many_gets_503_with_retry_after(as
     for answer in (*answers, ninth):
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
         assert "the server sleeps" in answer.json()["detail"]
-    chat = await asked.post("/wake", json={"holder": "training"})
+    chat = await asked.post("/server/wake", json={"holder": "training"})
     assert chat.json()["state"] == "awake"
 
 
 async def test_a_lease_that_is_not_renewed_ends_by_itself_and_one_that_is_lasts(asked: httpx.AsyncClient) -> None:
-    await say(asked, "/sleep", lease_s=1.5)
+    await say(asked, "/server/sleep", lease_s=1.5)
     for _ in range(4):
         await asyncio.sleep(0.7)
-        assert (await say(asked, "/sleep", lease_s=1.5))["state"] == "asleep"
+        assert (await say(asked, "/server/sleep", lease_s=1.5))["state"] == "asleep"
     waits = asyncio.create_task(asked.post("/generate", json={"prompt": "a", "max_tokens": 2}))
     await until(asked, "awake", 20)  # and nobody has told it
     assert (await waits).status_code == 200
-    assert (await say(asked, "/wake"))["state"] == "awake", "to let go twice is no error"
+    assert (await say(asked, "/server/wake"))["state"] == "awake", "to let go twice is no error"
 
 
 async def test_it_sleeps_while_anybody_holds_a_lease(asked: httpx.AsyncClient) -> None:
-    await say(asked, "/sleep", "training", lease_s=60)
-    assert (await say(asked, "/sleep", "scoring", lease_s=60))["holders"].keys() == {"training", "scoring"}
-    found = await say(asked, "/wake", "training")
+    await say(asked, "/server/sleep", "training", lease_s=60)
+    assert (await say(asked, "/server/sleep", "scoring", lease_s=60))["holders"].keys() == {"training", "scoring"}
+    found = await say(asked, "/server/wake", "training")
     assert (found["state"], list(found["holders"])) == ("asleep", ["scoring"])
-    assert (await say(asked, "/wake", "scoring"))["state"] == "awake"
+    assert (await say(asked, "/server/wake", "scoring"))["state"] == "awake"
 
 
 async def test_requests_at_work_end_first_and_those_that_take_too_long_are_aborted_with_their_tokens_on_record(
@@ -132,9 +132,9 @@ async def test_requests_at_work_end_first_and_those_that_take_too_long_are_abort
     short = {"prompt": "short", "max_tokens": 20, "user": "drained", "stop_token_ids": []}
     quick = [asyncio.create_task(asked.post("/generate", json=short)) for _ in range(4)]
     await asyncio.sleep(0.02)
-    assert (await say(asked, "/sleep", lease_s=60))["state"] == "asleep"
+    assert (await say(asked, "/server/sleep", lease_s=60))["state"] == "asleep"
     assert {answer.status_code for answer in await asyncio.gather(*quick)} == {200}
-    await say(asked, "/wake")
+    await say(asked, "/server/wake")
 
     long = {
         "prompt": "l",
@@ -144,25 +144,25 @@ async def test_requests_at_work_end_first_and_those_that_take_too_long_are_abort
     }  # a greedy response goes round in circles
     slow = [asyncio.create_task(asked.post("/generate", json=long | {"stream": i % 2 == 0})) for i in range(6)]
     await asyncio.sleep(0.5)
-    assert (await say(asked, "/sleep", lease_s=60))["state"] == "asleep"
+    assert (await say(asked, "/server/sleep", lease_s=60))["state"] == "asleep"
     for i, answer in enumerate(await asyncio.gather(*slow)):
         assert answer.status_code == (200 if i % 2 == 0 else 503)
         assert "cut off" in answer.text
     rows = sleeper.rows("interactions", "\"user\" = 'cut'")
     assert [row["status"] for row in rows] == ["aborted"] * 6, "each is on record, as far as it came"
     assert any(row["response_token_ids"] for row in rows)
-    await say(asked, "/wake")
+    await say(asked, "/server/wake")
     assert (await asked.post("/generate", json=short)).status_code == 200
 
 
 async def test_what_is_promoted_while_it_sleeps_is_served_when_it_is_awake(
     asked: httpx.AsyncClient, sleeper: LiveServer
 ) -> None:
-    await say(asked, "/sleep", lease_s=60)
+    await say(asked, "/server/sleep", lease_s=60)
     pointer = sleeper.promote(2)
     await asyncio.sleep(0.5)
     assert (await asked.get("/policy")).json()["version"] == 1
-    await say(asked, "/wake")
+    await say(asked, "/server/wake")
     policy = await asyncio.to_thread(sleeper.settle, pointer)
     assert (policy["version"], policy["failed"]) == (2, None)
     answer = await asked.post("/generate", json={"prompt": "a", "max_tokens": 4})
@@ -175,8 +175,8 @@ async def test_who_has_it_sleep_is_in_the_audit_log_and_renewals_are_not(
     log = AuditLog(sleeper.home / "audit.jsonl")
     before = len(log.entries())
     for _ in range(3):
-        await say(asked, "/sleep", "audited", lease_s=60, why="its turn")
-    await say(asked, "/wake", "audited")
+        await say(asked, "/server/sleep", "audited", lease_s=60, why="its turn")
+    await say(asked, "/server/wake", "audited")
     slept, woke = log.entries()[before:]
     assert (slept.action, slept.outcome) == ("server.sleep", "done")
     assert (slept.subject["holder"], slept.subject["why"]) == ("audited", "its turn")
@@ -186,12 +186,12 @@ async def test_who_has_it_sleep_is_in_the_audit_log_and_renewals_are_not(
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        ("/sleep", {"holder": "h"}, "lease_s"),
-        ("/sleep", {"holder": "h", "lease_s": 0}, "lease_s"),
-        ("/sleep", {"holder": "h", "lease_s": 1e6}, "lease_s"),
-        ("/sleep", {"holder": "", "lease_s": 5}, "holder"),
-        ("/sleep", {"holder": "h", "lease_s": 5, "level": 2}, "level"),
-        ("/wake", {}, "holder"),
+        ("/server/sleep", {"holder": "h"}, "lease_s"),
+        ("/server/sleep", {"holder": "h", "lease_s": 0}, "lease_s"),
+        ("/server/sleep", {"holder": "h", "lease_s": 1e6}, "lease_s"),
+        ("/server/sleep", {"holder": "", "lease_s": 5}, "holder"),
+        ("/server/sleep", {"holder": "h", "lease_s": 5, "level": 2}, "level"),
+        ("/server/wake", {}, "holder"),
     ],
 )
 async def test_a_bad_body_is_refused_by_the_field_and_changes_nothing(
@@ -204,7 +204,7 @@ async def test_a_bad_body_is_refused_by_the_field_and_changes_nothing(
 
 
 async def test_a_server_that_was_not_started_to_sleep_says_so(client: httpx.AsyncClient) -> None:
-    for path, body in (("/sleep", {"holder": "h", "lease_s": 5}), ("/wake", {"holder": "h"})):
+    for path, body in (("/server/sleep", {"holder": "h", "lease_s": 5}), ("/server/wake", {"holder": "h"})):
         answer = await client.post(path, json=body)
         assert answer.status_code == 409
         assert "set devices.use=in_turns" in answer.json()["detail"]
@@ -219,9 +219,9 @@ def test_it_stops_while_it_sleeps_and_needs_an_admins_key(tmp_path: Path, model_
     live = start_server(tmp_path, store, sleep={"allowed": True, "wait_s": 120})
     body = {"holder": "h", "lease_s": 600}
     try:
-        assert httpx.post(f"{live.url}/sleep", json=body, timeout=60).status_code == 401
-        assert httpx.post(f"{live.url}/sleep", json=body, headers={"X-API-Key": plain}).status_code == 403
-        answer = httpx.post(f"{live.url}/sleep", json=body, headers={"X-API-Key": admin}, timeout=60)
+        assert httpx.post(f"{live.url}/server/sleep", json=body, timeout=60).status_code == 401
+        assert httpx.post(f"{live.url}/server/sleep", json=body, headers={"X-API-Key": plain}).status_code == 403
+        answer = httpx.post(f"{live.url}/server/sleep", json=body, headers={"X-API-Key": admin}, timeout=60)
         assert answer.json()["state"] == "asleep"
     finally:
         began = time.monotonic()
