@@ -86,7 +86,9 @@ def plan(
         if machine_file is None and machine.kind == "cpu":
             from train.planner.cpu_rates import measure_cpu
 
-            width = policy.get_text_config().hidden_size
+            width = min(
+                policy.get_text_config().hidden_size, 1024
+            )  # beyond it rates are much the same, and slow to find
             machine = measure_cpu(config.ranks, dtype=config.dtype, threads=config.threads_per_rank, width=width)
         models = models_of(policy, config, machine.kind)
     except ModelNotPlanned as error:

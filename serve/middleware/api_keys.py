@@ -149,32 +149,58 @@ def is_user(name: str) -> bool:
     return 0 < len(name) <= 200 and name.isprintable() and name == name.strip() and "," not in name and name != ANY_USER
 
 
-def set_scopes(path: Path, wanted: str, scopes: Iterable[Scope]) -> tuple[ApiKey, ApiKey]:
+def set_scopes(
+    path: Path, wanted: str, scopes: Iterable[Scope], *, seen: Iterable[str] | None = None, keep_admin: bool = False
+) -> tuple[ApiKey, ApiKey]:
     """Give the key with this id, or the active one with this name, these scopes instead of those that it has.
 
     Its secret and its sessions stay good, for what it then may. Returns the key as it was and as it is. Raises
     KeyFileError, ValueError for scopes that don't go together or a key that is good for nothing any more.
+
+    Args:
+        seen: what it had when somebody decided: ValueError if it has others by now.
+        keep_admin: raise ValueError if no active key would have ``admin``.
     """
     now = datetime.now(UTC)
     with _changed(path) as keys:
         before = _find(keys, wanted, path, now)
         if (state := before.state(now)) != "active":
             raise ValueError(f"key {before.id} of {before.name} {_PAST[state]}: make a new one")
+        if seen is not None and set(seen) != set(before.scopes):
+            raise ValueError(f"key {before.id} has other scopes by now, {', '.join(before.scopes)}: look again")
         if not (chosen := _scopes(scopes, before.sso)):
             raise ValueError("a key has one scope at least; one that is to be good for nothing is revoked")
         after = before.model_copy(update={"scopes": chosen})
         keys[keys.index(before)] = after
+        if keep_admin:
+            _require_admin(keys, before, now)
     return before, after
 
 
-def revoke_key(path: Path, wanted: str) -> ApiKey:
-    """Revoke the key with this id, or the active one with this name; harmless to repeat. Raises KeyFileError."""
+def revoke_key(path: Path, wanted: str, *, keep_admin: bool = False) -> ApiKey:
+    """Revoke the key with this id, or the active one with this name; harmless to repeat.
+
+    Raises KeyFileError; with ``keep_admin`` ValueError if no active key would have ``admin`` any more.
+    """
     now = datetime.now(UTC)
     with _changed(path) as keys:
         found = _find(keys, wanted, path, now)
         revoked = found if found.revoked_at else found.model_copy(update={"revoked_at": now})
         keys[keys.index(found)] = revoked
+        if keep_admin:
+            _require_admin(keys, found, now)
     return revoked
+
+
+def _require_admin(keys: list[ApiKey], before: ApiKey, now: datetime) -> None:
+    """Raise ValueError if the key, as it was before, was the last that has ``admin``."""
+    if "admin" not in before.scopes or before.state(now) != "active":
+        return
+    if not any("admin" in key.scopes and key.state(now) == "active" for key in keys):
+        raise ValueError(
+            f"key {before.id} is the last one with the scope admin, without which nobody can get in here: make another "
+            "first, or use `millrace keys` on the server's machine"
+        )
 
 
 def local_secret(path: Path) -> str:

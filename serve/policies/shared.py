@@ -49,7 +49,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeVar
 
-from feedback.files import locked, make_folder, replace_file, try_lock
+from feedback.files import LockTimeoutError, locked, make_folder, replace_file, try_lock
 from serve.config import PolicyStoreConfig
 from serve.policies.experiments import Experiment, Experiments
 from serve.policies.folder import PolicyCorrupt, PolicyError, StoreUnreachable, regular_files, sha256_file
@@ -442,7 +442,8 @@ class SharedPolicyStore(PolicyStore):
 
     def _drop(self, folder: Path) -> None:
         """Remove a policy's folder from the copy, all of it at once, and the whole model that was made of it."""
-        drop_merged(self.root / folder)
+        with contextlib.suppress(LockTimeoutError):  # the next publish from here does it
+            drop_merged(self.root / folder, wait_s=0)
         aside = self.root / f"{_CHANGING}{uuid.uuid4().hex}"
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.root / folder, aside)
@@ -455,8 +456,10 @@ class SharedPolicyStore(PolicyStore):
             if not weights:
                 continue
             with (pruned.parent / MANIFEST).open("rb") as manifest:
-                if try_lock(manifest.fileno()):
-                    drop_merged(pruned.parent)
+                if not try_lock(manifest.fileno()):
+                    continue
+                with contextlib.suppress(LockTimeoutError):  # a merge is under way: with the next look
+                    drop_merged(pruned.parent, wait_s=0)
                     for path in weights:
                         path.unlink()
         for aside in (self.root / _FETCHING).glob("v*[!k]"):  # what killed downloads left

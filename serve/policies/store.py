@@ -23,12 +23,12 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from feedback.files import ERASURES, fsync_path, fsync_tree, locked, replace_file, try_lock
+from feedback.files import ERASURES, LockTimeoutError, fsync_path, fsync_tree, locked, replace_file, try_lock
 from serve.policies.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, check_adapter
 from serve.policies.experiments import Experiments
 from serve.policies.folder import (
@@ -390,19 +390,20 @@ class PolicyStore(ServingPointer):
         The reason why they are still there, or None. That they are gone is on record before the first file goes, so
         that what a kill leaves is never taken for a policy; called again, it goes on. No pointer moves meanwhile.
         """
-        with self._locked():
-            policy = self.get(version)
-            if policy.pruned is None and (reason := kept().get(version)) is not None:
-                return reason
-            with (policy.path / MANIFEST).open("rb") as manifest:
+        with ExitStack() as held:
+            with self._locked():
+                policy = self.get(version)
+                if policy.pruned is None and (reason := kept().get(version)) is not None:
+                    return reason
+                manifest = held.enter_context((policy.path / MANIFEST).open("rb"))
                 if not try_lock(manifest.fileno()):
                     return "in use"
                 if policy.pruned is None:
                     write_json(policy.path / PRUNED, {"at": now(), "why": why})
-                drop_merged(policy.path)
-                for path in policy.weight_files:
-                    path.unlink(missing_ok=True)
-                fsync_path(policy.path)
+            drop_merged(policy.path)  # it may wait for another's merge, and nobody for us meanwhile
+            for path in policy.weight_files:
+                path.unlink(missing_ok=True)
+            fsync_path(policy.path)
         return None
 
     def record_gate(self, version: int, verdict: Mapping[str, Any]) -> Policy:
@@ -442,8 +443,9 @@ class PolicyStore(ServingPointer):
             aside = self.root / f"{UNPUBLISHED}{uuid.uuid4().hex}"  # the next publish goes on if we are killed
             os.rename(folder, aside)
             fsync_path(self.root)
-        drop_merged(folder)
-        shutil.rmtree(aside)
+        shutil.rmtree(aside, ignore_errors=True)  # a publish may be at it, and the next one goes on
+        with suppress(LockTimeoutError):  # as that does with this
+            drop_merged(folder)
 
     def _adapter_of(self, version: int) -> int | None:
         """The first adapter of a policy that has its weights. One whose manifest is damaged serves nobody."""
@@ -475,13 +477,14 @@ class PolicyStore(ServingPointer):
                         shutil.rmtree(entry)
                 finally:
                     os.close(descriptor)
-            for merged in (self.root / MERGED).glob("v*.json"):
-                if not (folder := self.root / merged.stem).exists():  # its withdrawal was killed
-                    drop_merged(folder)
             aside = self.root / f"{UNPUBLISHED}{uuid.uuid4().hex}"
             aside.mkdir()
             hold = os.open(aside, os.O_RDONLY)
             try_lock(hold)
+        for merged in (self.root / MERGED).glob("v*.json"):
+            if not (folder := self.root / merged.stem).exists():  # its withdrawal was killed
+                with suppress(LockTimeoutError):
+                    drop_merged(folder, wait_s=0)
         return aside, hold
 
 
@@ -499,10 +502,10 @@ def verify_files(policy: Policy) -> None:
         raise PolicyCorrupt(f"policy {policy.version}: {surplus[0]} is not in its manifest")
 
 
-def drop_merged(folder: Path) -> None:
+def drop_merged(folder: Path, *, wait_s: float = MERGE_S) -> None:
     """Remove the whole model that was made of an adapter in a policy's folder, and what killed processes left of it.
 
-    A merge that is under way is waited for. Raises LockTimeoutError.
+    A merge that is under way, of whichever adapter, is waited for. Raises LockTimeoutError.
     """
     place = folder.parent / MERGED
 
@@ -512,7 +515,7 @@ def drop_merged(folder: Path) -> None:
 
     if not there():
         return
-    with locked(place / ".lock", MERGE_S):
+    with locked(place / ".lock", wait_s):
         for path in there():
             if path.is_dir():
                 shutil.rmtree(path)

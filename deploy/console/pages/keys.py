@@ -49,8 +49,10 @@ def create(settings: Settings, visit: Visit) -> Answer:
 
 def scope(settings: Settings, visit: Visit) -> Answer:
     """Give a key the scopes that are ticked, and no others; its sessions have them from then on."""
+    form = visit.form or {}
+    seen = form["seen"].split() if "seen" in form else None
     try:
-        set_scopes(settings.path(settings.serve.keys), visit.path["key_id"], _chosen(visit.form or {}))
+        set_scopes(settings.path(settings.serve.keys), visit.path["key_id"], _chosen(form), seen=seen, keep_admin=True)
     except (ValueError, KeyFileError) as error:
         return page(settings, visit, refused=str(error))
     return Answer(status=303, location="/console/keys")
@@ -59,8 +61,8 @@ def scope(settings: Settings, visit: Visit) -> Answer:
 def revoke(settings: Settings, visit: Visit) -> Answer:
     """Revoke a key for good; its sessions end with it."""
     try:
-        revoke_key(settings.path(settings.serve.keys), visit.path["key_id"])
-    except KeyFileError as error:
+        revoke_key(settings.path(settings.serve.keys), visit.path["key_id"], keep_admin=True)
+    except (ValueError, KeyFileError) as error:
         return page(settings, visit, refused=str(error))
     return Answer(status=303, location="/console/keys")
 

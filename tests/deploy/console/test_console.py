@@ -757,6 +757,10 @@ def test_a_key_gets_other_scopes_by_an_admin_alone_and_its_open_session_loses_wh
                 ({}, "one scope at least"),
                 ({"scope-generate": "yes", "scope-evaluate": "yes"}, "leave generate out"),
                 ({"scope-root": "yes"}, "one scope at least"),
+                (
+                    {"scope-read": "yes", "scope-feedback": "yes", "seen": "read feedback"},
+                    "has other scopes by now, read",
+                ),
             ):
                 refused = ops.post(path, data=proof | wrong, headers=origin)
                 assert (refused.status_code, reason in refused.text, scopes()) == (409, True, ("read",))
@@ -766,7 +770,7 @@ def test_a_key_gets_other_scopes_by_an_admin_alone_and_its_open_session_loses_wh
             assert "event: ended" in list(lines)  # it may not even look any more
         _until(lambda: narrowed.get("/console/playground").status_code == 403)
     entries = [entry for entry in audit.entries()[before:] if entry.action == "console.scope_key"]
-    assert [str(entry.outcome).split(" ")[0] for entry in entries] == [*["refused:"] * 4, "done"]
+    assert [str(entry.outcome).split(" ")[0] for entry in entries] == [*["refused:"] * 5, "done"]
     assert (entries[-1].who, entries[-1].origin) == ("ops of acme", "127.0.0.1")
     assert entries[-1].subject == {"scope-generate": "yes", "key_id": key_id}
 

@@ -117,6 +117,27 @@ def test_scopes_that_make_no_sense_change_nothing(path: Path) -> None:
     assert path.read_bytes() == before
 
 
+def test_scopes_that_somebody_else_has_changed_meanwhile_stay(path: Path) -> None:
+    made, _ = create_key(path, name="one", tenant="t", scopes=["read", "admin"])
+    set_scopes(path, "one", ["read"])
+    with pytest.raises(ValueError, match=f"key {made.id} has other scopes by now, read: look again"):
+        set_scopes(path, "one", ["read", "admin", "feedback"], seen=made.scopes)
+    assert read_keys(path)[0].scopes == ("read",)
+    set_scopes(path, "one", ["read", "feedback"], seen=["read"])
+
+
+def test_the_last_admin_stays_one_if_that_is_asked_for(path: Path) -> None:
+    last, _ = create_key(path, name="last", tenant="t", scopes=["read", "admin"])
+    with pytest.raises(ValueError, match=f"key {last.id} is the last one with the scope admin"):
+        set_scopes(path, "last", ["read"], keep_admin=True)
+    with pytest.raises(ValueError, match=f"key {last.id} is the last one with the scope admin"):
+        revoke_key(path, "last", keep_admin=True)
+    assert read_keys(path) == (last,)
+    create_key(path, name="next", tenant="t", scopes=["admin"])
+    set_scopes(path, "last", ["read"], keep_admin=True)
+    assert revoke_key(path, "last", keep_admin=True).revoked_at is not None
+
+
 def test_a_key_file_that_is_a_link_stays_one_so_that_what_is_revoked_behind_it_is(path: Path) -> None:
     kept = path.with_name("secret")
     kept.mkdir()

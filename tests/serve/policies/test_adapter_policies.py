@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from feedback.files import link_or_copy
+from feedback.files import link_or_copy, locked
 from loadtests.tiny_model import make_model_folder
 from serve.config import RetentionConfig
 from serve.policies.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, rank_of, stack
@@ -191,6 +193,28 @@ def test_of_a_policy_that_is_withdrawn_nothing_is_left_whatever_is_damaged_besid
     assert [path.name for path in made.parent.iterdir()] == [".lock"]
     store.withdraw(1)
     assert store.versions() == [damaged.version]
+
+
+def test_while_a_prune_waits_for_anothers_merge_the_store_is_open_to_all(
+    store: PolicyStore, base: Policy, tmp_path: Path
+) -> None:
+    adapter = published(store, base, tmp_path / "adapter", seed=1)
+    made = whole(adapter).path
+    with ThreadPoolExecutor(1) as pool:
+        with locked(made.parent / ".lock", 0):  # a merge of some adapter
+            pruned = pool.submit(store.prune, adapter.version, "test", dict)
+            while store.get(adapter.version).pruned is None:
+                assert not pruned.done()
+                time.sleep(0.01)
+            began = time.monotonic()
+            store.pin(base.version, who="test", why="test")
+            store.publish(base.path, parent=None, lineage={}, metrics={})
+            assert time.monotonic() - began < 30
+            assert not pruned.done()
+            assert made.exists()
+        assert pruned.result(60) is None
+    assert not made.exists()
+    assert not list(adapter.path.glob("*.safetensors"))
 
 
 def test_the_next_publish_goes_on_with_a_withdrawal_that_was_killed(
