@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,19 +47,32 @@ def asleep(settings: Settings, role: Role, *, say: Callable[[str], None]) -> Ite
     try:
         yield
     finally:
+        _give_back()  # before the server takes it again
         lease.end(say)
 
 
+def _give_back() -> None:
+    """Give this process's unused memory of devices back, of which torch keeps all that a model had."""
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def _serves_here(settings: Settings) -> bool:
-    """Whether a server answers where the settings have one, and is not known to be another home's."""
+    """Whether a server answers where the settings have one, and is not known to be another home's.
+
+    Raises ServerAwake if it does not say so in time.
+    """
     import httpx
 
     try:
         if ask_server(settings, "/health").status_code != 200:
             return False
         policy = ask_server(settings, "/policy", headers=settings.server_headers).json()
-    except (httpx.HTTPError, ValueError):
+    except (httpx.ConnectError, ValueError):
         return False
+    except httpx.HTTPError as error:
+        raise ServerAwake(f"{settings.server_url} does not say whether it serves: {error!r}; ask again") from error
     return isinstance(policy, dict) and not is_of_another(policy, settings.policy_store())
 
 

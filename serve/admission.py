@@ -9,14 +9,17 @@ import asyncio
 import mmap
 import time
 from collections.abc import Callable, Iterator, MutableSequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 from feedback.journal.writer import Journal
 from serve.config import ServeConfig
 from serve.engine import SamplingEngine
-from serve.http import Problem
+from serve.http import Problem, disconnected
 from serve.middleware.keyring import Principal
 from serve.middleware.rate_limits import Limiter
 
@@ -99,26 +102,37 @@ class Admission:
         """Let requests begin, those too that wait."""
         self._awake.set()
 
-    async def wait_until_awake(self) -> None:
+    @property
+    def closed(self) -> bool:
+        """Whether no request begins: the server sleeps, or is about to."""
+        return not self._awake.is_set()
+
+    async def wait_until_awake(self, receive: Receive) -> None:
         """Return at once unless the server sleeps, and else when it is awake. Call ``admit`` without waiting between.
 
-        Raises Problem 503 if that takes longer than ``serve.sleep.wait_s``, or too many wait already.
+        Raises Problem 503 if that takes longer than ``serve.sleep.wait_s``, or as many wait already as may, or as will
+        be admitted; ClientDisconnect if the client leaves. ``receive``: of a request whose body is read.
         """
         sleep = self._config.sleep
         if self._awake.is_set():
             return
-        if self._waiting >= sleep.waiting_requests:
+        if self._waiting >= min(sleep.waiting_requests, self._config.limits.concurrent_requests):
             raise Problem(503, f"the server sleeps, and {self._waiting} requests wait", retry_after=_ASLEEP_RETRY_S)
         until = time.monotonic() + sleep.wait_s
         self._waiting += 1
+        awake, gone = asyncio.ensure_future(self._awake.wait()), asyncio.ensure_future(disconnected(receive))
         try:
             while not self._awake.is_set() and (left := until - time.monotonic()) > 0:
                 if reason := self._unready():
                     raise Problem(503, reason, retry_after=_RETRY_AFTER_S)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._awake.wait(), min(left, _ASLEEP_POLL_S))
+                timeout = min(left, _ASLEEP_POLL_S)
+                await asyncio.wait((awake, gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    raise ClientDisconnect
         finally:
             self._waiting -= 1
+            awake.cancel()
+            gone.cancel()
         if not self._awake.is_set():
             raise Problem(503, f"the server sleeps, and did for {sleep.wait_s:g} s", retry_after=_ASLEEP_RETRY_S)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -12,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.types import Receive
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -242,3 +244,10 @@ class ProblemOut(BaseModel):
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI description of the errors that a route answers with."""
     return {status: {"model": ProblemOut, "description": _TITLES[status]} for status in statuses}
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has left. ``receive``: of a request whose body is read."""
+    with suppress(OSError):
+        while (await receive())["type"] != "http.disconnect":
+            pass

@@ -65,7 +65,8 @@ def wait_until_served(
     """
     started = time.monotonic()
     fleet, most_s, held = settings.serve.fleet, settings.cycle.swap_timeout_s, False
-    while time.monotonic() < started + most_s:
+    asleep_s = 0.0
+    while (looked := time.monotonic()) < started + most_s + asleep_s:
         answer = server_policy(settings) or {}
         if answer.get("phase") is not None:  # by its own report: it may be a fleet where this configuration has none
             most_s = settings.cycle.swap_timeout_s + fleet.longest_canary_s
@@ -86,6 +87,8 @@ def wait_until_served(
             why = f"the server could not load policy {pointer.version}: {failed.get('error') or failed}"
             raise NotServed(f"{why}; {_back(store, pointer, why)}")
         time.sleep(0.25)
+        if (answer.get("sleep") or {}).get("state", "awake") != "awake":  # others have its devices: nobody swaps
+            asleep_s += time.monotonic() - looked
     raise NotServed(
         f"the server at {settings.server_url} does not serve policy {pointer.version} after {most_s:g} s "
         f"(cycle.swap_timeout_s={settings.cycle.swap_timeout_s:g} s, and a fleet's canary)"

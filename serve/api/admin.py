@@ -130,7 +130,7 @@ async def ready(request: Request) -> Response:
         return json_response({"status": "ready", "policy_version": version, "replicas": replicas})
     if reason := server.unready():
         raise Problem(503, _DEAD if server.dead() else reason, retry_after=5)
-    if server.sleeper.state != "awake":
+    if server.admission.closed:
         raise Problem(503, _ASLEEP, retry_after=5)
     return json_response({"status": "ready", "policy_version": server.engine.version})
 
@@ -189,9 +189,9 @@ async def wake(request: Request) -> Response:
     server: Server = request.app.state.server
     said = await parse_body(await server.bodies.read(request.receive), WakeIn)
     sleeper = _sleeper(server)
-    if sleeper.holds(said.holder):
-        async with _on_record(request, "server.wake", said.model_dump()):
-            await sleeper.wake(said.holder)
+    held = sleeper.holds(said.holder)
+    async with _on_record(request, "server.wake", said.model_dump()) if held else nullcontext():
+        await sleeper.wake(said.holder)  # behind a sleep of its own that is not complete yet, too
     if server.dead():
         raise Problem(503, _DEAD)
     return json_response(sleeper.status())

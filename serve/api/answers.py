@@ -13,7 +13,7 @@ from typing import Final
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from serve.http import CLIENT_CLOSED_REQUEST, Problem
+from serve.http import CLIENT_CLOSED_REQUEST, Problem, disconnected
 from serve.recorded_request import ActiveRequest
 from serve.time_limit import TimeLimit
 
@@ -34,7 +34,7 @@ def watching_client(request: Request, active: ActiveRequest) -> Iterator[None]:
     tasks: list[asyncio.Task[None]] = []
 
     async def watch() -> None:
-        await _disconnected(request.receive)
+        await disconnected(request.receive)
         active.abort("gone")
 
     timer = asyncio.get_running_loop().call_later(_PATIENCE_S, lambda: tasks.append(asyncio.create_task(watch())))
@@ -114,7 +114,7 @@ class EventStream(Response):
 
     async def _watch(self, receive: Receive) -> None:
         """Notice a client that goes away."""
-        await _disconnected(receive)
+        await disconnected(receive)
         if not self._ended:
             self._leave()
 
@@ -142,9 +142,3 @@ class EventStream(Response):
         """Nobody reads any more."""
         self._gone = True
         self._active.abort("gone")
-
-
-async def _disconnected(receive: Receive) -> None:
-    with contextlib.suppress(OSError):
-        while (await receive())["type"] != "http.disconnect":
-            pass

@@ -128,7 +128,7 @@ async def model(request: Request, model: Annotated[str, Path(description="Its na
 async def _answer(request: Request, kind: Kind) -> Response:
     server: Server = request.app.state.server
     content = await server.bodies.read(request.receive)
-    await server.admission.wait_until_awake()
+    await server.admission.wait_until_awake(request.receive)
     with ExitStack() as work:
         work.enter_context(server.admission.admit())
         understood, body = await aside(is_large(content), _understand, content, session_of(request, 400), server, kind)

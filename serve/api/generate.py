@@ -229,7 +229,7 @@ async def generate(request: Request) -> Response:
     server: Server = request.app.state.server
     principal: Principal = request.scope["principal"]
     content = await server.bodies.read(request.receive)
-    await server.admission.wait_until_awake()
+    await server.admission.wait_until_awake(request.receive)
     with ExitStack() as work:
         work.enter_context(server.admission.admit())
         of_header = session_of(request, 422)

@@ -455,7 +455,7 @@ class Engine:
 
     def require_answered(self, output: RequestOutput, answering: Answering) -> None:
         """Raise EngineError if other weights came before a request that no others may answer."""
-        if any(each.stop_reason == _UNLOADED for each in output.outputs):
+        if answering.own and any(each.stop_reason == _UNLOADED for each in output.outputs):
             raise EngineError(f"policy {answering.version} is not loaded any more")
 
     def forget(self, request_id: str) -> None:
@@ -740,7 +740,12 @@ class Engine:
         """
         async with self._within(timeout_s):
             before = await self._free_bytes()
-            await self.llm.sleep(level=1 if self._gives_back else 0, mode="keep")
+            try:
+                await self.llm.sleep(level=1 if self._gives_back else 0, mode="keep")
+            except Exception:
+                if self._gives_back:  # vLLM takes an executor that failed half-way for one that is awake
+                    await self.llm.collective_rpc("wake_up")
+                raise
             after = await self._free_bytes()
         given = [now - then for then, now in zip(before, after, strict=True)]
         self._given_back = given if self._gives_back else []
@@ -761,6 +766,11 @@ class Engine:
             if not await self.llm.wake_up(None if self._gives_back else ["scheduling"]):
                 raise EngineError("vLLM has not got all of its memory again")
         self._given_back = []
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the engine has a request that is not at its end."""
+        return bool(self.llm.output_processor.has_unfinished_requests())
 
     @property
     def _gives_back(self) -> bool:

@@ -160,14 +160,15 @@ def test_it_wakes_when_the_process_that_has_its_devices_is_ended(
             env=child_environment({"PYTHONPATH": str(ROOT)}),
         )
     try:
-        until(lambda: state(serving) == "asleep", lambda: holder.poll() is None, log, 120)
+        until(lambda: "the server sleeps" in log.read_text(), lambda: holder.poll() is None, log, 120)
+        assert state(serving) == "asleep"
         holder.send_signal(number)
         holder.wait(60)
         awake_within(serving, LEASE_S + 20)
     finally:
         holder.kill()
     told = "the server is awake" in log.read_text()
-    assert told is (number == signal.SIGTERM), "nobody could tell it: its lease has ended"
+    assert told is (number == signal.SIGTERM), log.read_text()
 
 
 def test_where_no_server_runs_or_nothing_is_shared_the_block_begins_at_once(model: Path, tmp_path: Path) -> None:

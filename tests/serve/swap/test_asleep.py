@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,6 +106,53 @@ async def test_what_waits_too_long_or_with_too_many_gets_503_with_retry_after(as
         assert "the server sleeps" in answer.json()["detail"]
     chat = await asked.post("/server/wake", json={"holder": "training"})
     assert chat.json()["state"] == "awake"
+
+
+async def test_a_client_that_leaves_while_it_waits_leaves_its_place_and_is_not_answered(
+    asked: httpx.AsyncClient, sleeper: LiveServer
+) -> None:
+    await say(asked, "/server/sleep", lease_s=60)
+    body = {"prompt": "a", "max_tokens": 2, "user": "leaves"}
+    for _ in range(12):  # more than may wait
+        with pytest.raises(httpx.ReadTimeout):
+            await asked.post("/generate", json=body, timeout=0.2)
+    for _ in range(50):
+        if not (waiting := (await say(asked, "/server/sleep", lease_s=60))["waiting"]):
+            break
+        await asyncio.sleep(0.1)
+    assert waiting == 0
+    await say(asked, "/server/wake")
+    assert (await asked.post("/generate", json=body | {"user": "stays"})).status_code == 200
+    assert len(sleeper.rows("interactions", "\"user\" = 'stays'")) == 1
+    assert not sleeper.rows("interactions", "\"user\" = 'leaves'")
+
+
+async def test_who_lets_go_before_it_sleeps_has_it_awake_behind_that(asked: httpx.AsyncClient) -> None:
+    long = {"prompt": "l", "max_tokens": 4000, "temperature": 0}
+    at_work = [asyncio.create_task(asked.post("/generate", json=long)) for _ in range(6)]
+    await asyncio.sleep(0.5)
+    sleeping = asyncio.create_task(say(asked, "/server/sleep", lease_s=600))
+    await asyncio.sleep(0.3)  # it has begun to, and waits for those
+    assert (await say(asked, "/server/wake"))["state"] == "awake"
+    await sleeping
+    assert await state(asked) == "awake"
+    await asyncio.gather(*at_work)
+
+
+async def test_a_client_that_does_not_read_does_not_keep_it_awake(
+    asked: httpx.AsyncClient, sleeper: LiveServer
+) -> None:
+    host = httpx.URL(sleeper.url)
+    body = json.dumps({"prompt": "a", "max_tokens": 3000, "n": 8, "stream": True}).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: {host.host}\r\nContent-Type: application/json\r\n"
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host.host, host.port or 80))
+        client.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await asyncio.sleep(3.0)
+        assert (await say(asked, "/server/sleep", lease_s=60))["state"] == "asleep"
+        await say(asked, "/server/wake")
+    assert (await asked.post("/generate", json={"prompt": "a", "max_tokens": 2})).status_code == 200
 
 
 async def test_a_lease_that_is_not_renewed_ends_by_itself_and_one_that_is_lasts(asked: httpx.AsyncClient) -> None:
