@@ -745,7 +745,7 @@ def test_a_key_gets_other_scopes_by_an_admin_alone_and_its_open_session_loses_wh
         assert narrowed.post(path, data={"scope-admin": "yes"}, headers=own).status_code == 403  # not even its own
         assert narrowed.post("/feedback", json=vote, headers=own).status_code == 201
         with narrowed.stream("GET", "/console/live") as live:
-            lines = live.iter_lines()
+            lines = read_lines(live)
             assert next(lines).startswith("data: {")
             assert f'action="{path}"' in ops.get("/console/keys").text
             assert ops.post(path, data=proof | {"scope-read": "yes"}, headers=origin).status_code == 303
