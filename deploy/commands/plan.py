@@ -60,7 +60,7 @@ def plan(
     cache of generation. Without --model it is the policy that serves.
 
     Memory is counted as training allocates it. Seconds follow from the machine's rates and the share of its peak that
-    runs usually reach: good for comparing, and not measured on it.
+    runs usually reach: good for comparing, and not measured on it. A CPU's rates are measured.
 
     For one machine with GPUs it says, too, which devices the server, training and evaluation would have, each its own
     or in turns (the settings of devices).

@@ -34,8 +34,8 @@ def measure_cpu(ranks: int, *, dtype: str = "bfloat16", threads: int = 1, width:
     copies each byte several times).
 
     Args:
-        width: of the model's hidden states: matrix products of 512 rows and this width, as training has them, are
-            timed, and operations on tensors of their size.
+        width: of the model's hidden states: matrix products of few rows and of many, and a small model's passes, are
+            timed at this width.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -158,9 +158,8 @@ def update_cost(
     count = how.micro_batches
     compute = count * passes * products_seconds(shape, how, batch, machine)
     if beside is not None:
-        compute += (
-            count * 2 * weights(shape)[1] * batch.scored / machine.matrix_flops(how.itemsize)
-        )  # logits, once more
+        logits_again = 2 * weights(shape)[1] * batch.scored
+        compute += count * logits_again / machine.matrix_flops(how.itemsize)
         again = beside.again * how.checkpointing
         compute += count * operations_seconds(beside.forward + beside.backward + again, machine)
     reductions = count if how.reduce_every_micro_batch else 1
