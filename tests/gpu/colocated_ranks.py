@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from deploy.examples.bench.training.reshard import device_type, join_torchruns_ranks
+from tests.gpu import device_memory
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout, Sample
 from train.config.training import TrainConfig
@@ -146,7 +147,7 @@ def free_bytes() -> int:
     if DEVICE == "cpu":
         return 0
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    return device_memory.free_bytes()
 
 
 if __name__ == "__main__":

@@ -83,6 +83,17 @@ def ranks_here(most: int = 2) -> int:
     return most if DEVICE == "cpu" else min(most, torch.cuda.device_count())
 
 
+def require_own_groups() -> None:
+    """Skip where torch can't make the process groups of a mesh of several dimensions as training makes them."""
+    import inspect
+
+    import torch
+
+    orders = "sort_ranks" in inspect.signature(torch.distributed.new_group).parameters
+    if not (orders and hasattr(torch.distributed, "all_gather_single")):
+        pytest.skip(f"torch {torch.__version__} has no groups whose ranks are not sorted; training's torch has")
+
+
 def on_ranks(count: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
     """What ``function(rank, folder, *arguments)`` returns on each of so many ranks, a process and a device each.
 
@@ -93,8 +104,9 @@ def on_ranks(count: int, function: Callable[..., Any], folder: Path, *arguments:
     import torch
 
     multiprocessing.set_forkserver_preload(["train.model.fsdp", "tests.train.tiny_models"])
-    arguments = (count, function, folder, arguments)
-    torch.multiprocessing.start_processes(_run, arguments, nprocs=count, start_method="forkserver")
+    # Those imports begin a CUDA context where torchao is installed, and no fork survives one.
+    method = "forkserver" if DEVICE == "cpu" else "spawn"
+    torch.multiprocessing.start_processes(_run, (count, function, folder, arguments), nprocs=count, start_method=method)
     return [torch.load(folder / f"{rank}.pt", weights_only=False, map_location="cpu") for rank in range(count)]
 
 

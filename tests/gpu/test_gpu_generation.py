@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.gpu import device_memory
 from tests.gpu.gpu_suite import DEVICE, device_type, gpu_test
 from tests.paths import ROOT
 from tests.train.torchrun_checks import ENGINE_IN_RANK, answer_of_ranks
@@ -271,10 +272,8 @@ def test_after_an_exchange_a_server_answers_as_one_that_was_started_on_the_new_p
 def test_a_server_that_sleeps_gives_its_memory_back_and_answers_as_before_also_with_weights_that_came_since(
     store: Any, way: str
 ) -> None:
-    import torch
-
     async def free() -> int:
-        return int(torch.cuda.mem_get_info()[0]) if DEVICE == "cuda" else 0
+        return device_memory.free_bytes() if DEVICE == "cuda" else 0
 
     async def sleep_and_wake(swapper: Any) -> None:
         engine, awake = swapper.engine, await free()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import device_memory
 from tests.gpu.gpu_suite import DEVICE, device_type, gpu_test
 from tests.gpu.test_gpu_generation import PROMPTS, a_ray
 
@@ -84,7 +85,6 @@ def test_a_model_of_ones_own_is_trained_and_generates_on_its_device(tmp_path: Pa
 
 @gpu_test("part", "nothing sleeps, so that nothing is given back", packages=("ray", "vllm"))
 def test_resident_workers_rest_lend_their_engine_and_take_the_next_run(tmp_path: Path) -> None:
-    import torch
 
     from evaluation.engine import Call, Work
     from loadtests.tiny_model import make_model_folder
@@ -106,7 +106,7 @@ def test_resident_workers_rest_lend_their_engine_and_take_the_next_run(tmp_path:
 
     def note(when: str) -> None:
         if DEVICE == "cuda":
-            free[when] = torch.cuda.mem_get_info()[0]
+            free[when] = device_memory.free_bytes()
 
     with a_ray(), ResidentPools() as resident:
 

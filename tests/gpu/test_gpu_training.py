@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.gpu_suite import DEVICE, Fsdp, Optimizer, Peak, device_type, gpu_test, on_ranks, ranks_here
+from tests.gpu.gpu_suite import (
+    DEVICE,
+    Fsdp,
+    Optimizer,
+    Peak,
+    device_type,
+    gpu_test,
+    on_ranks,
+    ranks_here,
+    require_own_groups,
+)
 from tests.gpu.test_gpu_attention import require_flash
 
 SIZES = {
@@ -156,6 +166,8 @@ MESHES: dict[str, dict[str, int]] = {
 @gpu_test("part", "collectives are gloo's", devices=2, torch_only=True)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_two_ranks_compute_what_one_does(policy: Path, tmp_path: Path, mesh: str) -> None:
+    if MESHES[mesh]:
+        require_own_groups()
     for found in on_ranks(2, a_pass, tmp_path, policy, "float32", {}, MESHES[mesh], {}):
         require_equal(found, expected(policy, a_batch()), "float32")
 
@@ -373,8 +385,10 @@ def test_what_all_ranks_export_is_the_policy_again(
     import torch
     from safetensors.torch import load_file
 
-    if sizes and ranks_here() < 2:
-        pytest.skip("two ranks are needed")
+    if sizes:
+        if ranks_here() < 2:
+            pytest.skip("two ranks are needed")
+        require_own_groups()
     found = on_ranks(2 if sizes else ranks_here(), exported, tmp_path, policy, sizes, offload)
     parent = load_file(policy / "model.safetensors")
     seen: dict[str, Any] = {}

@@ -235,15 +235,19 @@ def fill(wanted: dict[str, Tensor], values: Iterator[tuple[str, Tensor]], device
 
 
 def as_parameter(local: Tensor, *, like: DTensor) -> nn.Parameter:
-    """This rank's part as a parameter that is sharded as ``like``."""
-    whole = DTensor.from_local(
-        local.contiguous(),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
-    )
+    """This rank's part, where it lies, as a parameter that is sharded as ``like``."""
+    if local.device.type == like.device_mesh.device_type:
+        whole = DTensor.from_local(
+            local.contiguous(),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+    else:  # from_local would move it to the mesh's devices, and train.fsdp.cpu_offload keeps it in the host's memory
+        whole = torch.empty_like(like, dtype=local.dtype, device=local.device, requires_grad=False)
+        whole.to_local().copy_(local)
     return nn.Parameter(whole, requires_grad=like.requires_grad)
 
 

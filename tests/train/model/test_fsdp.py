@@ -23,7 +23,7 @@ from train.config.sections import FsdpConfig
 from train.config.training import TrainConfig
 from train.export.model_folder import export
 from train.model.fsdp import build
-from train.model.hf_io import held, plain_name, stored_in
+from train.model.hf_io import as_parameter, held, plain_name, stored_in
 from train.model.lora import merged_parameters
 from train.model.mesh import make_meshes, world_timeout
 from train.workers.actor import ActorWorker
@@ -83,11 +83,14 @@ def a_linear_layer(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
         layer.weight.copy_(WHOLE)
     fully_shard(layer, mesh=meshes.fsdp)
     shard = layer.weight.to_local().detach().clone()
+    elsewhere = as_parameter(shard.to("meta"), like=layer.weight)
     out = layer(torch.eye(3))
     (out * WHOLE.T * (rank + 1)).sum().backward()
     assert meshes.sp is not None
     return {
         "shard": shard,
+        "elsewhere": elsewhere.to_local().device.type,
+        "sharded alike": elsewhere.placements == layer.weight.placements and elsewhere.to_local().shape == shard.shape,
         "forward": out.detach().T,
         "gathered": layer.weight.full_tensor().detach(),
         "gradient": layer.weight.grad.full_tensor(),
@@ -196,6 +199,14 @@ def test_each_rank_has_its_chunk_and_a_layer_computes_as_a_whole_one(
         torch.testing.assert_close(seen["forward"], WHOLE, atol=0, rtol=0)
         torch.testing.assert_close(seen["gathered"], WHOLE, atol=0, rtol=0)
         torch.testing.assert_close(seen["gradient"], WHOLE * 2.5)  # the mean over ranks of rank + 1
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_shard_stays_where_it_lies_also_where_the_mesh_has_no_devices(found: list[dict[str, Any]], mesh: str) -> None:
+    """As with train.fsdp.cpu_offload on a GPU: FSDP refuses shards that are on the device then."""
+    for ranks_own in found:
+        assert ranks_own["meshes"][mesh]["elsewhere"] == "meta"
+        assert ranks_own["meshes"][mesh]["sharded alike"]
 
 
 def test_a_sequence_parallel_group_is_consecutive_ranks_with_the_jobs_timeout(found: list[dict[str, Any]]) -> None:
