@@ -22,6 +22,7 @@ from train.controller.failure_kinds import Kind, is_out_of_memory
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
 from train.controller.worker import Workers, compile_by_environment
 from train.controller.worker_group import Pending, Pool, WorkerError
+from train.host_memory.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -41,6 +42,8 @@ class Host(Workers):
         # Ray shows a rank its own GPU alone, which is then number 0 to it.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0" if gpus else str(rank))
         torch.set_num_threads(threads)
+        if not gpus:
+            keep_freed_memory()
         compile_by_environment()
         with (
             stop_signals_blocked()

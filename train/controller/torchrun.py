@@ -31,6 +31,7 @@ from train.controller.rendezvous import find_store, follows_from_another, join_r
 from train.controller.torchrun_guard import end_with_starter
 from train.controller.worker import Workers, compile_by_environment
 from train.controller.worker_group import CAUSE_S, Pending, Pool, WorkerError
+from train.host_memory.allocator import keep_freed_memory
 
 _BETWEEN_CALLS: Final = timedelta(days=365)
 """Who waits for a call is not late, whatever rank 0 does meanwhile. That it has died shows by its sockets, and that it
@@ -64,6 +65,8 @@ def run_rank(config: TrainConfig, layout: Layout, environment: dict[str, str], d
         end_with_starter()  # the ranks of a torchrun that was killed would go on, and publish
     compile_by_environment()
     torch.set_num_threads(config.threads_of(config.placement.actor))
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     _pool = TorchrunPool(config, layout)
     _pool.run(driver)
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from train.checkpoint.random_state import seed_all
 from train.controller.dispatch import dispatch, to_all_gathered
 from train.controller.heartbeat import Heartbeat
 from train.controller.usage import Device, Usage, peak_memory, reset_peak_memory, this_device
+from train.host_memory.allocator import give_freed_memory_back
 from train.import_object import import_object
 
 
@@ -95,8 +94,7 @@ class Workers:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        with suppress(AttributeError, OSError):  # of glibc alone
-            ctypes.CDLL(None).malloc_trim(0)
+        give_freed_memory_back()
 
     def call(self, role: str, method: str, argument: Any, options: dict[str, Any]) -> Any:
         worker = self.by_role[role]

@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaModel
 
 from serve.kv_cache import machine_memory
+from train.host_memory.allocator import keep_freed_memory
 from train.model.fused_log_probs import log_probs_and_entropy
 from train.planner.machine import Machine
 from train.planner.model_shape import LiveBytes
@@ -29,6 +30,8 @@ _UNITS: Final = 8
 def measure_cpu(ranks: int, *, dtype: str = "bfloat16", threads: int = 1, width: int = 512) -> Machine:
     """So many ranks on this machine, each with a part of its memory; as fast as this process is.
 
+    From here on this process keeps what it frees, as training's ranks do.
+
     In a process group every rank must call it at once, and what collectives take is measured among them. Elsewhere it
     is that of a group of one rank, and the link's rate is an eighth of the memory's (gloo over the loopback device
     copies each byte several times).
@@ -37,6 +40,7 @@ def measure_cpu(ranks: int, *, dtype: str = "bfloat16", threads: int = 1, width:
         width: of the model's hidden states: matrix products of few rows and of many, and a small model's passes, are
             timed at this width.
     """
+    keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -12,7 +12,6 @@ JSON object.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -40,6 +39,7 @@ from deploy.examples.bench.training.reshard import (
 from train import algorithms
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
+from train.host_memory.allocator import keep_freed_memory
 from train.model.mesh import batch_parts, mesh_sizes
 from train.planner.cpu_rates import measure_cpu
 from train.planner.machine import PRESETS, Machine
@@ -326,14 +326,6 @@ def run(policy: Path, config: TrainConfig, batch: PackedBatch, *, warm_up: bool 
         keep_freed_memory()
     step()
     return held - before + extra[0], statistics.median(timed(step) for _ in range(STEPS))
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep what is freed, as it does by itself, so that seconds are those of a usual run; glibc."""
-    library = ctypes.CDLL(None)
-    for setting, value in ((-3, 2**30), (-1, 2**31 - 1)):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        if not library.mallopt(setting, value):
-            raise RuntimeError(f"mallopt refused to set {setting} to {value}")
 
 
 def a_batch(config: TrainConfig, prompts: int, vocabulary: int, *, seed: int) -> PackedBatch:

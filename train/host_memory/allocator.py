@@ -1,0 +1,30 @@
+"""What the C library does with the memory that a rank on a CPU frees; glibc's, and nothing elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from typing import Final
+
+_TRIM_THRESHOLD: Final = -1  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+_MMAP_THRESHOLD: Final = -3
+_MOST: Final = 2**31 - 1
+_LARGE: Final = (2**30, 2**25)  # glibc before 2.35 takes no more than the second
+
+
+def keep_freed_memory() -> None:
+    """Have what is freed stay with this process, for the tensors that come next.
+
+    By itself glibc gives large blocks back as they are freed, and the system clears their pages again for the next
+    tensor: of a pass over a thousand tokens that takes as long as all that is computed beside matrix products.
+    """
+    with suppress(AttributeError, OSError):
+        library = ctypes.CDLL(None)
+        any(library.mallopt(_MMAP_THRESHOLD, size) for size in _LARGE)
+        library.mallopt(_TRIM_THRESHOLD, _MOST)
+
+
+def give_freed_memory_back() -> None:
+    """To the system, whatever is kept."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
