@@ -9,9 +9,9 @@ import os
 from typing import Final
 
 from deploy.config.root import ConfigError, DevicesConfig, Settings
+from serve.gpus import gpus
 from serve.vllm.compat import installed
 from train.config.training import TrainConfig
-from train.observe.gpus import gpus
 from train.planner.assignment import Assignment, CannotAssign, Need, Role, assign
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"

@@ -24,7 +24,7 @@ from packaging.requirements import Requirement
 
 from deploy import devices, memory_check
 from deploy.config.root import ConfigError, Settings
-from serve.kv_cache import BATCH_SHARE, SERVER_SHARE, ContextRefused, KVCache, fit_engine, machine_memory
+from serve.kv_cache import SERVER_SHARE, ContextRefused, KVCache, fit_batch_engine, fit_engine, machine_memory
 from serve.policies.folder import safetensors_header
 from serve.vllm.compat import VERSIONS, installed
 from train.config.context_length import rollout_cache
@@ -237,7 +237,7 @@ def _caches(settings: Settings, policy: Path) -> dict[str, KVCache]:
     caches = {"serve.engine": fit_engine(settings.serve.engine, policy, section="serve.engine", share=SERVER_SHARE)}
     if settings.train.samples:
         caches["train.rollout"] = rollout_cache(settings.train, policy)
-    return caches | {"evaluation.engine": fit_engine(judge, policy, section="evaluation.engine", share=BATCH_SHARE)}
+    return caches | {"evaluation.engine": fit_batch_engine(judge, policy, section="evaluation.engine")}
 
 
 def _cores(_: Settings) -> Iterable[Check]:

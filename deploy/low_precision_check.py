@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 
 from deploy.devices import computes_on_cpu
+from serve.gpus import gpus
 from train.config.fp8 import fp8_unsupported
 from train.config.training import TrainConfig
-from train.observe.gpus import gpus
 
 
 def fp8_problem(config: TrainConfig) -> str | None:

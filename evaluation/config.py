@@ -53,7 +53,7 @@ class EngineConfig(Section):
         default=None,
         ge=MIB,
         description="Size of the KV cache, in bytes; null: what can be of use, at most a twentieth of the machine's "
-        "memory.",
+        "memory, on a GPU at most 30 % of it.",
     )
     tensor_parallel_size: int = Field(default=1, ge=1, description="Devices that one copy of the policy is split over.")
     enforce_eager: bool = Field(

@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 from evaluation.config import EngineConfig
 from feedback.processes.resident_socket import ask, connect, end_workers, wait_until_gone
 from serve.generation.request import nothing_was_left, sampled_logprobs
-from serve.kv_cache import BATCH_SHARE, available_memory, fit_engine
-from serve.policies.folder import compute_dtype, fingerprint
+from serve.gpus import smallest_gpu
+from serve.kv_cache import KVCache, available_memory, device_share, fit_batch_engine
+from serve.policies.folder import PolicyError, compute_dtype, fingerprint
 from serve.policies.store import Policy
 from serve.policies.whole_policies import whole
+from serve.standby_room import weight_bytes
 from serve.swap.compatibility import IncompatiblePolicy, require_compatible
 from serve.vllm.boot import OFFLINE_WORKER, engine_variables, offline_engine, request_errors, sampling_params
 
@@ -110,7 +112,7 @@ class OfflineEngine:
         os.environ.update(variables | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"})  # stdout belongs to the caller
         gc.collect()  # an engine closed before this one leaves reference cycles that hold its weights
         self._eager = config.enforce_eager
-        cache = fit_engine(config, path, section="evaluation.engine", share=BATCH_SHARE)
+        cache = fit_batch_engine(config, path, section="evaluation.engine")
         if cut := cache.cut("evaluation.engine"):
             log.warning("%s", cut)
         self._llm: Any = offline_engine(
@@ -121,6 +123,7 @@ class OfflineEngine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_batched_tokens,
             kv_cache_memory_bytes=cache.size,
+            **_share_of_gpu(config, path, cache),
             tensor_parallel_size=config.tensor_parallel_size,
             distributed_executor_backend="uni" if one_process else "mp",
             worker_extension_cls=OFFLINE_WORKER,
@@ -456,9 +459,21 @@ def _fits_beside(policy: Policy, config: EngineConfig) -> bool:
     context there: what sleeps has given back most of it, and ends."""
     if any(Path("/proc/driver/nvidia/gpus").glob("*")):
         return False
-    cache = fit_engine(config, policy.path, section="evaluation.engine", share=BATCH_SHARE).size or 0
+    cache = fit_batch_engine(config, policy.path, section="evaluation.engine").size or 0
     needed = _PROCESS_BYTES + cache + sum(path.stat().st_size for path in policy.weight_files)
     return available_memory() >= needed
+
+
+def _share_of_gpu(config: EngineConfig, path: Path, cache: KVCache) -> dict[str, float]:
+    """vLLM's argument for the memory that must be free on a GPU; none without one, or where weights are not known."""
+    if (gpu := smallest_gpu()) is None or "gpu_memory_utilization" in (config.extra or {}):
+        return {}
+    try:
+        weights, _ = weight_bytes(path, config.dtype)
+    except (PolicyError, ValueError):  # vLLM says what is wrong with them
+        return {}
+    share = device_share(weights // config.tensor_parallel_size, cache.size or 0, gpu.total_bytes)
+    return {"gpu_memory_utilization": share}
 
 
 def _score() -> Any:

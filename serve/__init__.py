@@ -9,8 +9,8 @@ is made of: sampling parameters, token ids, rows), ``recorder`` (rows to the jou
 the lake meanwhile), ``engine`` (what that path needs of an engine), ``vllm`` (vLLM's engine, and new weights into it).
 
 Follow a policy: ``policies`` (the store and the serving pointer), ``swap`` (into a running engine), ``fleet`` (into all
-replicas). For all of them: ``config`` (every setting of the server), ``kv_cache`` (how long a context and how large a
-KV cache an engine gets), ``standby_room`` (whether a second set of weights
-has room beside it), ``observability`` (logs and metrics), ``local_ray`` (a Ray on this machine, for a fleet and
+replicas). For all of them: ``config`` (every setting of the server), ``gpus`` (what the driver says of each),
+``kv_cache`` (how long a context and how large a KV cache an engine gets), ``standby_room`` (whether a second set of
+weights has room beside it), ``observability`` (logs and metrics), ``local_ray`` (a Ray on this machine, for a fleet and
 for training).
 """

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, TypeGuard
 
 import psutil
 
+from serve.gpus import smallest_gpu
 from serve.policies.folder import compute_dtype
 
 SERVER_SHARE: Final = 0.10
@@ -21,7 +22,11 @@ BATCH_SHARE: Final = 0.05
 """Shares of a machine's memory that a KV cache takes where no size is set: a server's, and those of training and of
 evaluation. Small, because a loop on one machine holds four copies of the weights or more beside them."""
 
+GPU_BATCH_SHARE: Final = 0.30
+"""Of a GPU's memory, for an engine of evaluation: it has its device for itself, or others sleep."""
+
 MIB: Final = 2**20
+_BUFFERS: Final = 1.1  # times weights and KV cache
 _BLOCK: Final = 128  # tokens, of vLLM's largest usual block: a context is whole blocks of the cache
 _LEAST: Final = 16 * MIB
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -141,6 +146,22 @@ def fit_engine(
         devices=config.tensor_parallel_size,
         memory=memory,
     )
+
+
+def fit_batch_engine(config: EngineSettings, policy: Path, *, section: str) -> KVCache:
+    """``fit_engine`` of an evaluation's engine: by the memory of the smallest GPU, or without one by the machine's."""
+    if (gpu := smallest_gpu()) is None:
+        return fit_engine(config, policy, section=section, share=BATCH_SHARE)
+    return fit_engine(config, policy, section=section, share=GPU_BATCH_SHARE, memory=gpu.total_bytes)
+
+
+def device_share(engine: int, kv_cache: int, device: int) -> float:
+    """The share of a device's memory that must be free for an engine on it, beside what others hold there.
+
+    vLLM refuses to start if less is, and its default is 92 %, however small the KV cache. ``engine``: bytes of its
+    weights; ``kv_cache`` and ``device`` are bytes, too.
+    """
+    return min(1.0, _BUFFERS * (engine + kv_cache) / device)
 
 
 def full_context(config: dict[str, Any]) -> int | None:

@@ -34,8 +34,8 @@ from evaluation.decisions.history import History, hypothesis
 from evaluation.decisions.plan import declared
 from evaluation.statistics import error_budget
 from feedback.files import is_locked, newest_first
+from serve.gpus import gpus
 from serve.policies.experiments import Experiment, Experiments
-from train.observe.gpus import gpus
 from train.run.recovery.restarts import RESTARTS, read_restarts
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from feedback.schema import INTERACTIONS
 from feedback.scoring.composition import compose
 from feedback.scoring.scorer import load_rollout_sources, scorer_name, values_of
 from feedback.scoring.sources.rules import COLUMNS
-from serve.kv_cache import BATCH_SHARE, fit_engine, full_context
+from serve.kv_cache import fit_batch_engine, full_context
 from serve.policies.store import Policy
 
 REDACTED: Final = "the candidate's is redacted"
@@ -321,7 +321,7 @@ def _longest(candidate: Policy, incumbent: Policy, config: EvaluationConfig) -> 
     None where it holds the whole context that either model has.
     """
     own, before = (full_context(json.loads((one.path / "config.json").read_text())) for one in (candidate, incumbent))
-    fitting = fit_engine(config.engine, candidate.path, section="evaluation.engine", share=BATCH_SHARE).max_model_len
+    fitting = fit_batch_engine(config.engine, candidate.path, section="evaluation.engine").max_model_len
     if own is None or before is None or fitting < 0:
         return None
     return None if fitting >= max(own, before) else fitting

@@ -361,6 +361,8 @@ def engine_variables(log_level: str, *, one_process: bool, one_machine: bool) ->
         "VLLM_LOGGING_LEVEL": log_level,
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
+        # Where there is a GPU vLLM would fork this process, with its threads, sockets and locks.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }
     if one_machine:
         variables |= {name: value for name, value in loopback_sockets().items() if name not in os.environ}
@@ -422,7 +424,8 @@ def policy_logprobs(llm: LLM) -> Iterator[None]:
 
 
 def _return_logprobs(worker: Any, mode: str) -> None:
-    sampler = worker.model_runner.sampler
+    if (sampler := worker.model_runner.sampler) is None:  # of a stage of a pipeline that is not its last
+        return
     sampler.logprobs_mode = mode
     if hasattr(sampler, "topk_topp_sampler"):  # that of vLLM's second model runner, which GPUs have, does all by itself
         sampler.topk_topp_sampler.logprobs_mode = mode

@@ -144,6 +144,15 @@ USES: Final = {
         "serve.vllm.offline_worker: a prompt's log-probabilities are those of what the model's compute_logits "
         "gives; no sampling parameter reaches them",
     ),
+    "vllm.v1.worker.gpu.model_runner": (
+        "GPUModelRunner.get_model GPUModelRunner.reset_lora_state",
+        "serve.vllm.weight_update, serve.vllm.adapters.slots: what vLLM runs models by on a GPU",
+    ),
+    "vllm.v1.worker.gpu.sample.sampler": (
+        "Sampler.get_logprobs_dims",
+        "serve.vllm.per_request_logprobs, serve.vllm.boot: its sampler keeps requests apart, and its logprobs_mode is "
+        "read at each step",
+    ),
     "vllm.lora.model_manager": (
         "LRUCacheLoRAModelManager.activate_adapter LRUCacheLoRAModelManager.add_adapter "
         "LRUCacheLoRAModelManager.list_adapters LRUCacheLoRAModelManager.remove_adapter",

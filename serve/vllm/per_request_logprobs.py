@@ -53,6 +53,8 @@ class PerRequestLogprobs(Sampler):
 
 def install(runner: Any) -> None:
     """Have a model runner keep the logprobs of its requests apart. Raises RuntimeError if it samples in another way."""
+    if runner.sampler is None:  # of a stage of a pipeline that is not its last
+        return
     if runner.sampler.__class__.__module__.startswith("vllm.v1.worker.gpu."):  # the V2 runner's
         return
     if type(runner.sampler) is not Sampler or "gather_specific_token_logprobs" not in vars(Sampler):

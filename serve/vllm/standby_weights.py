@@ -15,6 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
@@ -42,7 +43,7 @@ from serve.standby_room import SLACK
 
 _NICENESS: Final = 10  # about a tenth of a processor beside one busy thread: behind requests, and yet in time
 _YIELD_S: Final = 0.002  # between two tensors, so that the engine's thread gets the interpreter
-_RELEASE_TIMEOUT_S: Final = 60.0
+RELEASE_TIMEOUT_S: Final = 60.0
 
 
 class NotEnoughMemory(RuntimeError):
@@ -68,17 +69,19 @@ class StandbyWeights:
         folder: Path,
         files: dict[str, dict[str, Any]],
         *,
+        device: torch.device,
         spare_bytes: int,
         after: threading.Thread | None,
     ) -> None:
         """``files``: name of each safetensors file -> its ``sha256`` and ``fingerprint``.
 
-        ``spare_bytes``: memory that must be left when the set is there; ``after``: what gives memory back, to wait for.
+        ``device``: the worker's; ``spare_bytes``: memory that must be left when the set is there; ``after``: what gives
+        memory back, to wait for.
         """
         self.holds = hashes(files)
         """sha256 by file of the weights that the second set holds."""
         self.error: BaseException | None = None
-        self._model, self._vllm_config = model, vllm_config
+        self._model, self._vllm_config, self._device = model, vllm_config, device
         self._spare_bytes, self._after = spare_bytes, after
         # What sleeps gives back the memory that it has started with: weights that came later have to be there, too.
         self._by_reference = keeps_no_addresses(vllm_config) and not vllm_config.model_config.enable_sleep_mode
@@ -123,10 +126,11 @@ class StandbyWeights:
         try:
             _low_priority()
             if self._after is not None:
-                self._after.join(_RELEASE_TIMEOUT_S)
-            self._require_memory()
+                self._after.join(RELEASE_TIMEOUT_S)
             torch._C.set_num_threads(1)  # of this thread; vLLM has put torch.set_num_threads out of use
-            self._prepare()
+            with on_a_stream_of_its_own(self._device):
+                self._require_memory()
+                self._prepare()
         except BaseException as error:  # noqa: BLE001 - a thread's failure is part of its state
             self.error = error
             self._release()
@@ -135,7 +139,7 @@ class StandbyWeights:
 
     def _require_memory(self) -> None:
         needed = bytes_needed(self._model, self._vllm_config, [self._folder / name for name in self._files])
-        available = bytes_available(self._vllm_config.device_config.device)
+        available = bytes_available(self._device)
         if needed + self._spare_bytes > available:
             raise NotEnoughMemory(
                 f"a second set of weights takes {_mib(needed)}, {_mib(available)} are available, and "
@@ -207,6 +211,23 @@ class StandbyWeights:
                 time.sleep(_YIELD_S / 10)
         for layer in layers:
             layer.__dict__.clear()  # a parameter's loader is a method of its layer: a cycle
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda.empty_cache()  # torch would keep it, and the device's free memory not have it
+
+
+@contextmanager
+def on_a_stream_of_its_own(device: torch.device) -> Iterator[None]:
+    """Within, a thread works on a GPU and has the engine's steps not wait for it; behind it all is done. Else nothing.
+
+    A new thread is on the first GPU, whichever its process has, and on the stream of the steps.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+        torch.cuda.current_stream().synchronize()
 
 
 def unsupported_reason(model: nn.Module, vllm_config: Any) -> str | None:

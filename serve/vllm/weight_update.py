@@ -33,7 +33,7 @@ from serve.policies.adapter_files import ADAPTER_CONFIG
 from serve.policies.mapped_safetensors import MappedFile
 from serve.vllm import per_request_logprobs
 from serve.vllm.adapters import slots
-from serve.vllm.standby_weights import StandbyWeights, bytes_available, hashes, unsupported_reason
+from serve.vllm.standby_weights import RELEASE_TIMEOUT_S, StandbyWeights, bytes_available, hashes, unsupported_reason
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,9 @@ class MillraceWorker(LoadsWeights):
         return os.getpid()
 
     def millrace_free_bytes(self) -> int:
-        """Memory of its device, or of the machine, that nobody has."""
+        """Memory of its device, or of the machine, that nobody has; earlier standby weights are free by then."""
+        if self._releasing is not None:
+            self._releasing.join(RELEASE_TIMEOUT_S)
         return bytes_available(self.device)
 
     def millrace_unsupported_reason(self) -> str | None:
@@ -123,7 +125,7 @@ class MillraceWorker(LoadsWeights):
         self.millrace_release()
         model, after = self.model_runner.get_model(), self._releasing
         self._standby = StandbyWeights(
-            model, self.vllm_config, Path(folder), files, spare_bytes=spare_bytes, after=after
+            model, self.vllm_config, Path(folder), files, device=self.device, spare_bytes=spare_bytes, after=after
         )
 
     def millrace_standby_state(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.supervise import resident
 from deploy.supervise.children import Child
-from train.observe.gpus import Gpu
+from serve.gpus import Gpu
 
 GIB = 2**30
 

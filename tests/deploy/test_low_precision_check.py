@@ -11,7 +11,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop.cycle import run_cycle
 from deploy.loop.preflight import training_problems
-from train.observe.gpus import Gpu
+from serve.gpus import Gpu
 
 REFUSED = r"train\.fp8\.training=rowwise: the CPU of this machine does not multiply in fp8.*train\.fp8\.emulate=true"
 OPTIONS = [("train.fp8.training", "rowwise"), ("train.dtype", "bfloat16")]

@@ -28,9 +28,9 @@ from evaluation.decisions.ledger import Ledger
 from feedback.files import locked
 from feedback.lake.tables import Lake
 from loadtests.server import free_port
+from serve.gpus import Gpu
 from serve.policies.store import PolicyStore
 from tests.paths import ROOT
-from train.observe.gpus import Gpu
 
 
 @pytest.fixture

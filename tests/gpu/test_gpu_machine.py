@@ -24,7 +24,7 @@ def test_a_plan_predicts_the_memory_that_training_allocates(number: int) -> None
 def test_the_drivers_numbers_are_those_that_torch_reports() -> None:
     import torch
 
-    from train.observe.gpus import gpus
+    from serve.gpus import gpus
 
     for gpu in gpus()[:1]:
         free, total = torch.cuda.mem_get_info(gpu.index)

@@ -9,14 +9,20 @@ from typing import Any
 import psutil
 import pytest
 
+from evaluation.config import EngineConfig
+from serve import kv_cache
+from serve.gpus import Gpu
 from serve.kv_cache import (
     BATCH_SHARE,
+    GPU_BATCH_SHARE,
     MIB,
     SERVER_SHARE,
     ContextRefused,
     KVCache,
     available_memory,
+    device_share,
     fit,
+    fit_batch_engine,
     swap_memory,
 )
 
@@ -163,3 +169,18 @@ def test_swap_is_what_the_container_may_have_of_the_machines(tmp_path: Path) -> 
     assert swap_memory(tmp_path) == total
     (tmp_path / "memory.swap.max").write_text("0\n")
     assert swap_memory(tmp_path) == 0
+
+
+def test_an_engine_of_evaluation_has_its_part_of_a_gpu_whatever_the_machine_has(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(max_num_seqs=100_000)
+    monkeypatch.setattr(kv_cache, "machine_memory", lambda: 2**41)
+    monkeypatch.setattr(kv_cache, "smallest_gpu", lambda: Gpu(0, 0, 24 * 2**30, 0.0))
+    cache = fit_batch_engine(config, policy, section="evaluation.engine")
+    assert cache.size == int(GPU_BATCH_SHARE * 24 * 2**30)
+    monkeypatch.setattr(kv_cache, "smallest_gpu", lambda: None)
+    cache = fit_batch_engine(config, policy, section="evaluation.engine")
+    assert cache.size == int(BATCH_SHARE * 2**41)
+    assert device_share(8 * 2**30, 6 * 2**30, 24 * 2**30) == pytest.approx(1.1 * 14 / 24)
+    assert device_share(30 * 2**30, 0, 24 * 2**30) == 1.0

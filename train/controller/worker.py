@@ -91,6 +91,7 @@ class Workers:
         """Keep the workers until another run, without what was of this one; free memory goes back to the system."""
         for worker in self.by_role.values():
             worker.rest()
+        gc.unfreeze()  # vLLM freezes what is there as its engine starts, and the models in training are cycles
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -5,26 +5,38 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from serve.kv_cache import machine_memory
+from train.batch.packed import PackedBatch, Rollout
 from train.host_memory.allocator import keep_freed_memory
-from train.model.fused_log_probs import log_probs_and_entropy
+from train.model.fsdp import choose_attention, token_log_probs
 from train.planner.machine import Machine
 from train.planner.model_shape import LiveBytes
+from train.planner.sizes import Batch, Operations
 
-_ROWS: Final = 512
 _ENTRIES: Final = 2048  # of the small models' vocabulary
-_LENGTH: Final = 32
+_PROMPTS: Final = 2  # with four responses each
+_RESPONSES: Final = 4
+_PROMPT: Final = 32  # tokens of each
+_RESPONSE: Final = 97
 _UNITS: Final = 8
+
+
+class Beside(NamedTuple):
+    """Rates of what a pass computes beside matrix products, as of ``Machine``."""
+
+    operation_s: float
+    touched: float
 
 
 def measure_cpu(ranks: int, *, dtype: str = "bfloat16", threads: int = 1, width: int = 512) -> Machine:
@@ -55,7 +67,7 @@ def _measured(ranks: int, dtype: torch.dtype, width: int) -> Machine:
     flops_32 = flops if dtype == torch.float32 else _products(torch.float32, width)[0]
     source, target = torch.ones(2**23), torch.empty(2**23)
     bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
-    operation_s, touched = _beside_products(dtype, width, flops, parameter_s)
+    beside = _beside_products(dtype, width, flops, flops_32, parameter_s)
     link = _link() if distributed.get_world_size() > 1 else bandwidth / 8
     return Machine(
         name="this CPU",
@@ -74,8 +86,8 @@ def _measured(ranks: int, dtype: torch.dtype, width: int) -> Machine:
         float32_share=flops_32 / flops,
         kind="cpu",
         parameter_s=parameter_s,
-        operation_s=operation_s,
-        touched=touched,
+        operation_s=beside.operation_s,
+        touched=beside.touched,
         unit_s=_unit_s(),
     )
 
@@ -114,40 +126,56 @@ def _products(dtype: torch.dtype, width: int) -> tuple[float, float]:
     return 2 / each, max(0.0, short - few * each)
 
 
-def _beside_products(dtype: torch.dtype, width: int, flops: float, parameter_s: float) -> tuple[float, float]:
+def _beside_products(dtype: torch.dtype, width: int, flops: float, flops_32: float, parameter_s: float) -> Beside:
     """(seconds of an operation, whatever its size; bytes a second that operations element by element read and write):
-    of what a small model's forward and backward passes take, that of one on next to nothing, and the rest of one of
-    this width without its products."""
-    least, count, _, _ = _passes(torch.float32, width=16, rows=4)
-    operation_s = least / count
-    seconds, count, moved, weights = _passes(dtype, width=width, rows=_ROWS)
-    rest = seconds - count * operation_s - weights * (2 * _ROWS / flops + parameter_s)
-    return operation_s, moved / max(rest, 0.1 * seconds)
+    of what training's own passes over a small model take, that of one on next to nothing, and the rest of one of this
+    width without its products."""
+    least = _pass(torch.float32, width=16, prompts=1, entries=16)
+    operation_s = least.seconds / least.operations.count
+    found = _pass(dtype, width=width, prompts=_PROMPTS, entries=_ENTRIES)
+    products = found.flops / flops + found.flops_32 / flops_32 + found.weights * parameter_s
+    rest = found.seconds - found.operations.count * operation_s - products
+    return Beside(operation_s, found.operations.moved / max(rest, 0.1 * found.seconds))
 
 
-def _passes(dtype: torch.dtype, *, width: int, rows: int) -> tuple[float, float, float, float]:
-    """A Llama of two layers, and of a head as training has it → (seconds of a forward and a backward pass, operations,
-    bytes that they read and write but for products, parameters of the products' weights)."""
-    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2, "vocab_size": _ENTRIES}
+@dataclass(frozen=True)
+class _Pass:
+    """``weights``: parameters of all its products; ``flops_32``: of attention, which computes in float32 on a CPU."""
+
+    seconds: float
+    operations: Operations
+    weights: float
+    flops: float
+    flops_32: float
+
+
+def _pass(dtype: torch.dtype, *, width: int, prompts: int, entries: int) -> _Pass:
+    """The forward and the backward pass of a Llama of two layers over some prompts with four responses each."""
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2, "vocab_size": entries}
     heads = 1 if width % 64 else width // 64
     config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads)
-    model = LlamaModel(config).to(dtype)
-    head = torch.randn(_ENTRIES, width).to(dtype).requires_grad_()
-    each = min(rows, _LENGTH)  # short ones, so that attention takes next to nothing
-    x = torch.randn(rows // each, each, width).to(dtype)
-    targets, temperatures = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+    model = LlamaForCausalLM(config).to(dtype)
+    choose_attention(model, "auto", dtype, torch.device("cpu"))
+    counts = Batch.of(prompts, _RESPONSES, _PROMPT, _RESPONSE)
+    rollouts = [
+        Rollout([1] * _PROMPT, [1] * _RESPONSE, [0.0] * _RESPONSE, 0.0, prompt)
+        for prompt in range(prompts)
+        for _ in range(_RESPONSES)
+    ]
+    batch = PackedBatch.pack(rollouts)
 
     def run() -> None:
-        hidden = model(inputs_embeds=x, use_cache=False).last_hidden_state.flatten(0, 1)
-        torch.stack(log_probs_and_entropy(hidden, head, None, targets, temperatures)).sum().backward()
+        log_probs, _ = token_log_probs(model, batch)
+        log_probs.sum().backward()
         model.zero_grad()
-        head.grad = None
 
     with LiveBytes() as counted:
         run()
-    found = counted.operations
-    inside = sum(parameter.numel() for parameter in model.layers.parameters())
-    return _fastest(run), found.count, found.moved, 3 * inside + 4 * head.numel()  # the head makes its logits again
+    inside = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    output = model.lm_head.weight.numel()  # which makes its logits again
+    flops = 2.0 * (3 * inside * counts.rows + 4 * output * counts.scored)
+    attention = 3 * 4.0 * width * config.num_hidden_layers * counts.pairs
+    return _Pass(_fastest(run), counted.operations, 3 * inside + 4 * output, flops, attention)
 
 
 def _unit_s() -> float:

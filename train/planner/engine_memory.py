@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from serve.kv_cache import device_share
 from serve.standby_room import weight_bytes
 from serve.vllm.adapters.slots import body_parameters, places_bytes
 from train.config.training import TrainConfig
@@ -17,9 +18,6 @@ from train.planner.sizes import ITEMSIZE
 ADAPTER_COPIES: Final = 2
 """Of the adapters in training: vLLM's slot, and what was put into it."""
 
-_BUFFERS: Final = 1.1
-"""Times weights and KV cache."""
-
 
 def engine_bytes(parameters: int, in_fp8: int, *, itemsize: int, tensor_parallel_size: int, adapters: int = 0) -> int:
     """Of the weights on a device: a byte for each of the parameters that are ``in_fp8``, ``itemsize`` for the others.
@@ -27,15 +25,6 @@ def engine_bytes(parameters: int, in_fp8: int, *, itemsize: int, tensor_parallel
     ``adapters``: bytes of both copies, which each device has whole.
     """
     return (itemsize * (parameters - in_fp8) + in_fp8) // tensor_parallel_size + adapters
-
-
-def device_share(engine: int, kv_cache: int, device: int) -> float:
-    """The share of a device's memory that must be free for an engine on it, beside what training holds there.
-
-    vLLM refuses to start if less is, and its default is 92 %, however small the KV cache. ``engine``: of
-    ``engine_bytes``; ``kv_cache`` and ``device`` are bytes, too.
-    """
-    return min(1.0, _BUFFERS * (engine + kv_cache) / device)
 
 
 def engine_share(config: TrainConfig, policy: Path, *, kv_cache: int, device: int) -> float:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from serve.config import EngineConfig, SwapConfig
-from serve.kv_cache import SERVER_SHARE
+from serve.kv_cache import SERVER_SHARE, device_share
 from serve.standby_room import SLACK, WORKSPACE, Needs, decide, never_standby
 from train.config.training import TrainConfig
 from train.planner import memory, step_time
-from train.planner.engine_memory import ADAPTER_COPIES, device_share, engine_bytes
+from train.planner.engine_memory import ADAPTER_COPIES, engine_bytes
 from train.planner.machine import Machine, better_presets
 from train.planner.memory import Memory, Sharding
 from train.planner.sizes import GIB, ITEMSIZE, Activations, Batch, ModelShape, PassOperations
@@ -33,7 +33,12 @@ KV_STEP: Final = GIB // 4
 GRAPHS: Final = GIB // 2
 """That CUDA graphs take on a device, also while the engine sleeps; an estimate."""
 
-_PREFILLED: Final = 8192  # tokens that vLLM computes in a step, and is started with once to see what that takes
+_PREFILLED: Final = 8192
+_PREFILLED_BY_LARGE: Final = 16384
+_LARGE: Final = 70 * GIB
+"""Tokens that vLLM computes in a step, and once as it starts: twice as many on GPUs of so much memory
+(``EngineArgs.get_batch_defaults``), but for the A100."""
+
 _KV_LEAST: Final = 16 * 2**20
 
 
@@ -689,7 +694,9 @@ class _Planner:
         shape = self.models.policy.shape
         rows = self.models.policy.activations(self.batch).inference / self.batch.rows
         logits = 3 * 4 * shape.vocabulary * min(self.config.rollout.max_num_seqs, self._sequences)
-        return int(rows * min(_PREFILLED, self._sequences * self.work.prompt_tokens)) // self.t + logits // self.t
+        large = self.machine.kind != "cpu" and self.machine.memory >= _LARGE and "a100" not in self.machine.name.lower()
+        prefilled = _PREFILLED_BY_LARGE if large else _PREFILLED
+        return int(rows * min(prefilled, self._sequences * self.work.prompt_tokens)) // self.t + logits // self.t
 
     @property
     def _sequences(self) -> int:

@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
+from serve.gpus import gpus
 from train.config.training import TrainConfig
-from train.observe.gpus import gpus
 from train.planner.machine import PRESETS, Machine, this_cpu
 from train.planner.sizes import GIB
 

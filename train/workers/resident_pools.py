@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from evaluation.config import EngineConfig
 from evaluation.engine import Call
-from serve.kv_cache import BATCH_SHARE, fit_engine
+from serve.kv_cache import fit_batch_engine
 from serve.policies.folder import compute_dtype, sha256_file
 from serve.policies.store import Policy
 from serve.swap.compatibility import identity
@@ -175,7 +175,7 @@ def evaluation_engine(config: EngineConfig, policy: Policy) -> dict[str, Any]:
     The size of its KV cache only decides how often a response has to wait, unless vLLM finds the context by it; and a
     cache of prefixes what is computed once.
     """
-    cache = fit_engine(config, policy.path, section="evaluation.engine", share=BATCH_SHARE)
+    cache = fit_batch_engine(config, policy.path, section="evaluation.engine")
     return {
         "model": identity(policy),
         "config": sha256_file(policy.path / "config.json"),

@@ -224,10 +224,12 @@ def environment(config: TrainConfig) -> dict[str, str]:
     eager = config.rollout.enforce_eager
     if eager is None:  # before a run has settled it, as torchrun's ranks are
         eager = not torch.cuda.is_available()
+    gpu = torch.cuda.is_available()
+    compiles = config.fsdp.compile_layers is not None or (gpu and config.optimizer.name == "adamw_8bit")
     return {
         **engine_variables("WARNING", one_process=True, one_machine=False),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "TOKENIZERS_PARALLELISM": "false",
         # Eager engines still compile a few helpers, which takes seconds and a C++ compiler.
-        **({"TORCHDYNAMO_DISABLE": "1"} if eager else {}),
+        **({"TORCHDYNAMO_DISABLE": "1"} if eager and not compiles else {}),
     }

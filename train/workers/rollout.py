@@ -103,7 +103,7 @@ class RolloutWorker(Worker):
         adapters = {} if self.adapter is None else room_for_adapter(config, policy)
         on_gpu: dict[str, Any] = {}
         if torch.cuda.is_available():
-            device = torch.cuda.get_device_properties(0).total_memory
+            device = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
             visible = torch.cuda.device_count()
             on_gpu = {
                 "gpu_memory_utilization": engine_share(config, policy, kv_cache=cache.size or 0, device=device),
@@ -111,6 +111,7 @@ class RolloutWorker(Worker):
             }
         job = [uuid.uuid4().hex]
         torch.distributed.broadcast_object_list(job, src=0)
+        threads = torch.get_num_threads()
         llm = offline_engine(
             policy,
             dtype=config.dtype,
@@ -133,6 +134,8 @@ class RolloutWorker(Worker):
             disable_log_stats=True,
             **adapters,
         )
+        if torch.cuda.is_available():
+            torch.set_num_threads(threads)  # vLLM leaves one, and an optimizer in the host's memory needs all
         torch.distributed.barrier()
         # Every rank has mapped its engine's shared memory; without a name it goes with the last process.
         for segment in Path("/dev/shm").glob(f"*{job[0]}*"):

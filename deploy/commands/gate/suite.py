@@ -56,7 +56,7 @@ def sample(
     from evaluation.suites.suite import Suite, SuiteError
     from feedback.files import replace_file
     from feedback.ingest.seal import seal
-    from serve.kv_cache import BATCH_SHARE, fit_engine
+    from serve.kv_cache import fit_batch_engine
 
     config = settings.resolved().evaluation
     if not config.holdout:
@@ -68,7 +68,7 @@ def sample(
     if pointer is None:
         raise click.UsageError("no policy serves, whose tokenizer prompts need: run `millrace init --model FOLDER`")
     policy = settings.policy_store().get(pointer.version).path
-    context = fit_engine(config.engine, policy, section="evaluation.engine", share=BATCH_SHARE).max_model_len
+    context = fit_batch_engine(config.engine, policy, section="evaluation.engine").max_model_len
     lake = settings.lake()
     with stop_on_signals(), _locked(config.suite):
         suite = Suite.load(config.suite) if config.suite.exists() and not replace else None

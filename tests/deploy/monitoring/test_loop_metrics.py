@@ -31,12 +31,12 @@ from feedback.ingest.seal import seal
 from feedback.journal.writer import Journal
 from feedback.schema import TABLES
 from loadtests.server import free_port
+from serve.gpus import gpus
 from serve.middleware.api_keys import create_key
 from serve.middleware.keyring import NeedsKeys
 from serve.policies.experiments import Experiments
 from tests.deploy.display.test_live_report import begin
 from tests.evaluation.decisions.worlds import config, items, judged
-from train.observe.gpus import gpus
 from train.run.recovery.restarts import Restart, add_restart
 
 NOW = datetime(2026, 3, 10, 12, tzinfo=UTC)

@@ -8,7 +8,7 @@ from serve.kv_cache import machine_memory
 from train.config.training import TrainConfig
 from train.controller.worker_group import WorkerError
 from train.launch import object_store_bytes
-from train.workers.role_groups import gpus_by_pool
+from train.workers.role_groups import environment, gpus_by_pool
 from train.workers.rollout import all_reduce_off
 
 APART = {"pools": {"training": {"ranks": 8}, "rewards": {"ranks": 1}}, "reward": "rewards"}
@@ -58,3 +58,11 @@ def test_an_engine_sums_by_nccl_where_a_rank_does_not_see_the_devices_of_the_oth
     assert all_reduce_off("torchrun", 4, 2)
     assert not all_reduce_off("torchrun", 2, 8)
     assert not all_reduce_off("ray", 1, 1), "there is nothing to sum"
+
+
+@pytest.mark.parametrize(("fsdp", "off"), [({}, True), ({"compile_layers": "aot_eager"}, False)])
+def test_layers_that_are_to_be_compiled_are_compiled_beside_an_engine_that_is_not(
+    fsdp: dict[str, str], off: bool
+) -> None:
+    config = TrainConfig.model_validate({"fsdp": fsdp, "rollout": {"enforce_eager": True}})
+    assert ("TORCHDYNAMO_DISABLE" in environment(config)) == off

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from serve.kv_cache import device_share
 from train.config.training import TrainConfig
-from train.planner.engine_memory import device_share, engine_bytes, engine_share
+from train.planner.engine_memory import engine_bytes, engine_share
 from train.planner.machine import parse_gpus
 from train.planner.model_shape import models_of, read_config
 from train.planner.plan import Workload, plan

@@ -186,6 +186,9 @@ def _by_length(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) 
     if q.device.type == "cpu":
         # Measured: torch's CPU kernel takes up to four times as long backward in bfloat16 as in float32.
         q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    elif q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
+        # With fewer heads of keys torch's one kernel for float32 on a GPU is that which holds all scores.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     rows = [call.spans * call.length for call in packing.calls]
     outs = []
     for call, *parts in zip(packing.calls, q.split(rows), k.split(rows), v.split(rows), strict=True):

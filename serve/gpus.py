@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 
@@ -19,6 +20,13 @@ class Gpu:
     use: float
     name: str = "a GPU"
     capability: tuple[int, int] = (0, 0)
+
+
+def smallest_gpu() -> Gpu | None:
+    """That with the least memory; None where there is none, or none that this process may use."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    return min(gpus(), key=lambda gpu: gpu.total_bytes, default=None)
 
 
 def gpus() -> list[Gpu]:
