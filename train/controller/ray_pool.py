@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from feedback.processes import fork_server
+from feedback.processes.freed_memory import keep_freed_memory
 from feedback.processes.signals import stop_signals_blocked
 from serve.local_ray.cluster import sockets_on
 from train.config.placement import Strategy
@@ -22,7 +23,6 @@ from train.controller.failure_kinds import Kind, is_out_of_memory
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
 from train.controller.worker import Workers, compile_by_environment
 from train.controller.worker_group import Pending, Pool, WorkerError
-from train.host_memory.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup

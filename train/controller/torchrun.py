@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from feedback.processes.fork_server import PARENT
+from feedback.processes.freed_memory import keep_freed_memory
 from serve.local_ray.cluster import LOOPBACK, loopback_sockets
 from train.config.training import TrainConfig
 from train.controller.dispatch import Layout
@@ -31,7 +32,6 @@ from train.controller.rendezvous import find_store, follows_from_another, join_r
 from train.controller.torchrun_guard import end_with_starter
 from train.controller.worker import Workers, compile_by_environment
 from train.controller.worker_group import CAUSE_S, Pending, Pool, WorkerError
-from train.host_memory.allocator import keep_freed_memory
 
 _BETWEEN_CALLS: Final = timedelta(days=365)
 """Who waits for a call is not late, whatever rank 0 does meanwhile. That it has died shows by its sockets, and that it

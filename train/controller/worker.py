@@ -10,11 +10,11 @@ from typing import Any
 
 import torch.distributed
 
+from feedback.processes.freed_memory import give_freed_memory_back
 from train.checkpoint.random_state import seed_all
 from train.controller.dispatch import dispatch, to_all_gathered
 from train.controller.heartbeat import Heartbeat
 from train.controller.usage import Device, Usage, peak_memory, reset_peak_memory, this_device
-from train.host_memory.allocator import give_freed_memory_back
 from train.import_object import import_object
 
 

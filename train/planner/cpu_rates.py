@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from feedback.processes.freed_memory import keep_freed_memory
 from serve.kv_cache import machine_memory
 from train.batch.packed import PackedBatch, Rollout
-from train.host_memory.allocator import keep_freed_memory
 from train.model.fsdp import choose_attention, token_log_probs
 from train.planner.machine import Machine
 from train.planner.model_shape import LiveBytes

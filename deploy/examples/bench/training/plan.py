@@ -36,10 +36,10 @@ from deploy.examples.bench.training.reshard import (
     resident,
     timed,
 )
+from feedback.processes.freed_memory import keep_freed_memory
 from train import algorithms
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
-from train.host_memory.allocator import keep_freed_memory
 from train.model.mesh import batch_parts, mesh_sizes
 from train.planner.cpu_rates import measure_cpu
 from train.planner.machine import PRESETS, Machine

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc
 
 FREES = """
 import torch
-from train.host_memory.allocator import give_freed_memory_back, keep_freed_memory
+from feedback.processes.freed_memory import give_freed_memory_back, keep_freed_memory
 
 def resident():
     with open("/proc/self/statm") as file:
