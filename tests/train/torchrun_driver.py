@@ -44,7 +44,7 @@ def drive(folder: Path, what: str) -> None:
     assert small.doubled([1, 2, 3]) == [(2, 0), (4, 1), (6, 0)]
     assert (small.tokens.start(batch).result() == batch.tokens).all()
     assert small.sum_or_fail(-1) == 1.0
-    assert all(kept > 0.9 * 4 * 2**25 for kept in small.kept(2**25))
+    assert all(kept > 0.9 * 16 * 4 * 2**21 for kept in small.kept(2**21))
     assert small.modules("torch")
     assert not small.modules("ray")
     print("ALL WELL", flush=True)
