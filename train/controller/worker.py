@@ -66,6 +66,7 @@ class Workers:
     def __init__(self) -> None:
         self.by_role: dict[str, Worker] = {}
         self._heartbeat: Heartbeat | None = None
+        self._has_rested = False
 
     def begin_heartbeat(self, folder: Path, name: str, every_s: float) -> None:
         """Give signs of life to whoever watches the run of this folder, until the workers rest or the process ends."""
@@ -91,8 +92,13 @@ class Workers:
         """Keep the workers until another run, without what was of this one; free memory goes back to the system."""
         for worker in self.by_role.values():
             worker.rest()
-        gc.unfreeze()  # vLLM freezes what is there as its engine starts, and the models in training are cycles
-        gc.collect()
+        if self._has_rested:
+            gc.collect()
+        else:  # vLLM has frozen what was there as its engine started, the models in training too, which are cycles
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
+        self._has_rested = True
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         give_freed_memory_back()
