@@ -85,7 +85,6 @@ def test_a_model_of_ones_own_is_trained_and_generates_on_its_device(tmp_path: Pa
 
 @gpu_test("part", "nothing sleeps, so that nothing is given back", packages=("ray", "vllm"))
 def test_resident_workers_rest_lend_their_engine_and_take_the_next_run(tmp_path: Path) -> None:
-
     from evaluation.engine import Call, Work
     from loadtests.tiny_model import make_model_folder
     from serve.policies.store import PolicyStore

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor, distributed, nn
@@ -30,13 +30,6 @@ _RESPONSES: Final = 4
 _PROMPT: Final = 32  # tokens of each
 _RESPONSE: Final = 97
 _UNITS: Final = 8
-
-
-class Beside(NamedTuple):
-    """Rates of what a pass computes beside matrix products, as of ``Machine``."""
-
-    operation_s: float
-    touched: float
 
 
 def measure_cpu(ranks: int, *, dtype: str = "bfloat16", threads: int = 1, width: int = 512) -> Machine:
@@ -67,7 +60,7 @@ def _measured(ranks: int, dtype: torch.dtype, width: int) -> Machine:
     flops_32 = flops if dtype == torch.float32 else _products(torch.float32, width)[0]
     source, target = torch.ones(2**23), torch.empty(2**23)
     bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
-    beside = _beside_products(dtype, width, flops, flops_32, parameter_s)
+    operation_s, touched = _beside_products(dtype, width, flops, flops_32, parameter_s)
     link = _link() if distributed.get_world_size() > 1 else bandwidth / 8
     return Machine(
         name="this CPU",
@@ -86,8 +79,8 @@ def _measured(ranks: int, dtype: torch.dtype, width: int) -> Machine:
         float32_share=flops_32 / flops,
         kind="cpu",
         parameter_s=parameter_s,
-        operation_s=beside.operation_s,
-        touched=beside.touched,
+        operation_s=operation_s,
+        touched=touched,
         unit_s=_unit_s(),
     )
 
@@ -126,7 +119,9 @@ def _products(dtype: torch.dtype, width: int) -> tuple[float, float]:
     return 2 / each, max(0.0, short - few * each)
 
 
-def _beside_products(dtype: torch.dtype, width: int, flops: float, flops_32: float, parameter_s: float) -> Beside:
+def _beside_products(
+    dtype: torch.dtype, width: int, flops: float, flops_32: float, parameter_s: float
+) -> tuple[float, float]:
     """(seconds of an operation, whatever its size; bytes a second that operations element by element read and write):
     of what training's own passes over a small model take, that of one on next to nothing, and the rest of one of this
     width without its products."""
@@ -135,7 +130,7 @@ def _beside_products(dtype: torch.dtype, width: int, flops: float, flops_32: flo
     found = _pass(dtype, width=width, prompts=_PROMPTS, entries=_ENTRIES)
     products = found.flops / flops + found.flops_32 / flops_32 + found.weights * parameter_s
     rest = found.seconds - found.operations.count * operation_s - products
-    return Beside(operation_s, found.operations.moved / max(rest, 0.1 * found.seconds))
+    return operation_s, found.operations.moved / max(rest, 0.1 * found.seconds)
 
 
 @dataclass(frozen=True)

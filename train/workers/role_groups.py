@@ -221,10 +221,9 @@ def sizes(config: TrainConfig, pool: str) -> dict[str, Any]:
 
 def environment(config: TrainConfig) -> dict[str, str]:
     """What the processes of the workers have in their environment."""
-    eager = config.rollout.enforce_eager
+    eager, gpu = config.rollout.enforce_eager, torch.cuda.is_available()
     if eager is None:  # before a run has settled it, as torchrun's ranks are
-        eager = not torch.cuda.is_available()
-    gpu = torch.cuda.is_available()
+        eager = not gpu
     compiles = config.fsdp.compile_layers is not None or (gpu and config.optimizer.name == "adamw_8bit")
     return {
         **engine_variables("WARNING", one_process=True, one_machine=False),
