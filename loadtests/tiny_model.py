@@ -33,7 +33,7 @@ def make_model_folder(
     if printable:
         letters = "".join(chr(c) for c in range(33, 127))
     alphabet = list(letters) or sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = save_tokenizer(folder, alphabet)
+    vocabulary = save_tokenizer(folder, alphabet, eos=eos)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
@@ -56,8 +56,11 @@ def make_model_folder(
     return folder
 
 
-def save_tokenizer(folder: Path, tokens: list[str]) -> int:
-    """A chat tokenizer of these tokens, as byte-level BPE writes them, after padding and end; how many it has."""
+def save_tokenizer(folder: Path, tokens: list[str], *, eos: bool = True) -> int:
+    """A chat tokenizer of these tokens, as byte-level BPE writes them, after padding and end; how many it has.
+
+    ``eos`` False: the end is a token as others are.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -68,7 +71,7 @@ def save_tokenizer(folder: Path, tokens: list[str]) -> int:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
-        eos_token="<eos>",
+        eos_token="<eos>" if eos else None,
         clean_up_tokenization_spaces=False,
         chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
     ).save_pretrained(folder)

@@ -83,14 +83,13 @@ def plan(
 
     try:
         policy = read_config(model or _serving_folder(settings), config.model)
+        models = models_of(policy, config, machine.kind)
         if machine_file is None and machine.kind == "cpu":
+            from train.own_model.model_class import maker
             from train.planner.cpu_rates import measure_cpu
 
-            width = min(
-                policy.get_text_config().hidden_size, 1024
-            )  # beyond it rates are much the same, and slow to find
-            machine = measure_cpu(config.ranks, dtype=config.dtype, threads=config.threads_per_rank, width=width)
-        models = models_of(policy, config, machine.kind)
+            threads, make = config.threads_per_rank, maker(config.model)
+            machine = measure_cpu(config.ranks, dtype=config.dtype, threads=threads, model=policy, make=make)
     except ModelNotPlanned as error:
         raise click.UsageError(str(error)) from error
     try:

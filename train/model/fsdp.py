@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,17 @@ def causal_lm(config: PretrainedConfig) -> PreTrainedModel:
         config, dtype=torch.float32, trust_remote_code=brings_code(config)
     )
     return model
+
+
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy whose model drops nothing: samples come from a policy that drops nothing, and a loss is of its
+    probabilities. (Adapters drop what ``train.lora.dropout`` says.)"""
+    config = deepcopy(config)
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                setattr(part, name, 0.0)
+    return config
 
 
 def brings_code(config: PretrainedConfig) -> bool:
@@ -172,7 +184,7 @@ def skeleton(
     ``buffer``: what a buffer, on the meta device, is on the CPU until transformers gives it values.
     """
     with torch.device("meta"):
-        model = make(config)
+        model = make(without_dropout(config))
     for module in model.modules():
         for name, empty in module.named_buffers(recurse=False):
             module._buffers[name] = buffer(empty)

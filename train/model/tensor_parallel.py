@@ -91,10 +91,6 @@ def require_divisible(model: PreTrainedModel, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if (count := getattr(config, name)) % size:
             raise ValueError(_refusal(model, size, f"it does not divide {name}={count}"))
-    if getattr(config, "attention_dropout", 0.0):
-        raise ValueError(
-            _refusal(model, size, f"attention_dropout={config.attention_dropout} would drop alike in all heads")
-        )
 
 
 def can_share(model: PreTrainedModel, size: int) -> bool:

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, PretrainedConfig
 
 from feedback.processes.freed_memory import keep_freed_memory
 from serve.kv_cache import machine_memory
 from train.batch.packed import PackedBatch, Rollout
-from train.model.fsdp import choose_attention, token_log_probs
+from train.model.fsdp import Make, causal_lm, choose_attention, decoder_layers, token_log_probs, without_dropout
 from train.planner.machine import Machine
-from train.planner.model_shape import LiveBytes
+from train.planner.model_shape import PRODUCTS, LiveBytes, keep_layers
 from train.planner.sizes import Batch, Operations
 
+_WIDEST: Final = 1024  # beyond it rates are much the same, and slow to find
 _ENTRIES: Final = 2048  # of the small models' vocabulary
 _PROMPTS: Final = 2  # with four responses each
 _RESPONSES: Final = 4
 _PROMPT: Final = 32  # tokens of each
 _RESPONSE: Final = 97
 _UNITS: Final = 8
+_CALLS: Final = 8
 
 
-def measure_cpu(ranks: int, *, dtype: str = "bfloat16", threads: int = 1, width: int = 512) -> Machine:
+def measure_cpu(
+    ranks: int,
+    *,
+    dtype: str = "bfloat16",
+    threads: int = 1,
+    model: PretrainedConfig | None = None,
+    make: Make = causal_lm,
+) -> Machine:
     """So many ranks on this machine, each with a part of its memory; as fast as this process is.
 
     From here on this process keeps what it frees, as training's ranks do.
@@ -42,25 +54,47 @@ def measure_cpu(ranks: int, *, dtype: str = "bfloat16", threads: int = 1, width:
     copies each byte several times).
 
     Args:
-        width: of the model's hidden states: matrix products of few rows and of many, and a small model's passes, are
-            timed at this width.
+        model: whose passes are timed, with two of its layers and few entries of its vocabulary, and at whose width
+            matrix products are; of a wide one, and of a mixture, a Llama's. Raises what ``make`` does for it.
     """
     keep_freed_memory()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with _group():
-            return _measured(ranks, getattr(torch, dtype), width)
+            return _measured(ranks, getattr(torch, dtype), _like(model), make)
     finally:
         torch.set_num_threads(before)
 
 
-def _measured(ranks: int, dtype: torch.dtype, width: int) -> Machine:
-    flops, parameter_s = _products(dtype, width)
-    flops_32 = flops if dtype == torch.float32 else _products(torch.float32, width)[0]
+def _like(model: PretrainedConfig | None) -> PretrainedConfig:
+    """Of a model with two layers that computes as this one does, and is made and run in seconds."""
+    text = _llama(512) if model is None else model.get_text_config()
+    if text.hidden_size > _WIDEST or any(getattr(text, name, None) for name in ("num_experts", "num_local_experts")):
+        return _llama(min(text.hidden_size, _WIDEST))
+    small = deepcopy(text if model is None else model)
+    small.get_text_config().vocab_size = min(text.vocab_size, _ENTRIES)
+    return small
+
+
+def _llama(width: int) -> LlamaConfig:
+    heads = 1 if width % 64 else width // 64
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2, "vocab_size": _ENTRIES}
+    return LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads)
+
+
+def _measured(ranks: int, dtype: torch.dtype, config: PretrainedConfig, make: Make) -> Machine:
+    width = config.get_text_config().hidden_size
+    parameter_s = _whatever_the_rows(dtype, width)
     source, target = torch.ones(2**23), torch.empty(2**23)
     bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
-    operation_s, touched = _beside_products(dtype, width, flops, flops_32, parameter_s)
+    least = _pass(_llama(16), causal_lm, torch.float32, prompts=1)
+    operation_s = least.seconds / least.operations.count
+    found = _pass(config, make, dtype, prompts=_PROMPTS)
+    products = found.products - found.weights * parameter_s
+    flops = found.flops / max(products, 0.5 * found.products)
+    flops_32 = flops if dtype == torch.float32 else found.flops_32 / found.products_32
+    rest = found.seconds - found.products - found.products_32 - found.operations.count * operation_s
     link = _link() if distributed.get_world_size() > 1 else bandwidth / 8
     return Machine(
         name="this CPU",
@@ -80,7 +114,7 @@ def _measured(ranks: int, dtype: torch.dtype, width: int) -> Machine:
         kind="cpu",
         parameter_s=parameter_s,
         operation_s=operation_s,
-        touched=touched,
+        touched=found.operations.moved / max(rest, 0.1 * found.seconds),
         unit_s=_unit_s(),
     )
 
@@ -98,9 +132,9 @@ def _group() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def _products(dtype: torch.dtype, width: int) -> tuple[float, float]:
-    """(operations a second of a linear layer's three products, of its forward and its backward pass; seconds that each
-    takes for a parameter of its weight, however few rows there are)."""
+def _whatever_the_rows(dtype: torch.dtype, width: int) -> float:
+    """Seconds that each of a linear layer's three products, of its forward and its backward pass, takes for a parameter
+    of its weight, however few rows there are."""
     weight = torch.randn(3 * width, width).to(dtype)
 
     def seconds(rows: int) -> float:
@@ -116,41 +150,47 @@ def _products(dtype: torch.dtype, width: int) -> tuple[float, float]:
     few, many = 128, 2048
     short, long = seconds(few), seconds(many)
     each = max((long - short) / (many - few), 0.5 * long / many)
-    return 2 / each, max(0.0, short - few * each)
-
-
-def _beside_products(
-    dtype: torch.dtype, width: int, flops: float, flops_32: float, parameter_s: float
-) -> tuple[float, float]:
-    """(seconds of an operation, whatever its size; bytes a second that operations element by element read and write):
-    of what training's own passes over a small model take, that of one on next to nothing, and the rest of one of this
-    width without its products."""
-    least = _pass(torch.float32, width=16, prompts=1, entries=16)
-    operation_s = least.seconds / least.operations.count
-    found = _pass(dtype, width=width, prompts=_PROMPTS, entries=_ENTRIES)
-    products = found.flops / flops + found.flops_32 / flops_32 + found.weights * parameter_s
-    rest = found.seconds - found.operations.count * operation_s - products
-    return operation_s, found.operations.moved / max(rest, 0.1 * found.seconds)
+    return max(0.0, short - few * each)
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """``weights``: parameters of all its products; ``flops_32``: of attention, which computes in float32 on a CPU."""
+    """``products``: seconds of its matrix products, with ``weights`` parameters and ``flops``; ``products_32``: of
+    those of attention, which computes in float32 on a CPU (none apart where all of it does)."""
 
     seconds: float
     operations: Operations
+    products: float
+    products_32: float
     weights: float
     flops: float
     flops_32: float
 
 
-def _pass(dtype: torch.dtype, *, width: int, prompts: int, entries: int) -> _Pass:
-    """The forward and the backward pass of a Llama of two layers over some prompts with four responses each."""
-    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2, "vocab_size": entries}
-    heads = 1 if width % 64 else width // 64
-    config = LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads)
-    model = LlamaForCausalLM(config).to(dtype)
+class _Products(TorchDispatchMode):
+    """Seconds of the matrix products within, by the type that they are computed in; attention's kernels are among
+    them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[torch.dtype, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = time.perf_counter()
+        result = func(*args, **kwargs or {})
+        if func.overloadpacket in PRODUCTS or "scaled_dot_product" in func.name():
+            of = args[0].dtype
+            self.seconds[of] = self.seconds.get(of, 0.0) + time.perf_counter() - began
+        return result
+
+
+def _pass(config: PretrainedConfig, make: Make, dtype: torch.dtype, *, prompts: int) -> _Pass:
+    """The forward and the backward pass of a model's first two layers over some prompts with four responses each."""
+    model = make(without_dropout(config))
+    keep_layers(model, 2)
+    model.to(dtype)
     choose_attention(model, "auto", dtype, torch.device("cpu"))
+    text = config.get_text_config()
     counts = Batch.of(prompts, _RESPONSES, _PROMPT, _RESPONSE)
     rollouts = [
         Rollout([1] * _PROMPT, [1] * _RESPONSE, [0.0] * _RESPONSE, 0.0, prompt)
@@ -166,11 +206,25 @@ def _pass(dtype: torch.dtype, *, width: int, prompts: int, entries: int) -> _Pas
 
     with LiveBytes() as counted:
         run()
-    inside = sum(parameter.numel() for parameter in model.model.layers.parameters())
-    output = model.lm_head.weight.numel()  # which makes its logits again
+    in_products: list[dict[torch.dtype, float]] = []
+    for _ in range(_CALLS):
+        with _Products() as timed:
+            run()
+        in_products.append(timed.seconds)
+    exact = torch.float32
+    products = statistics.median(seconds.get(dtype, 0.0) for seconds in in_products)
+    products_32 = 0.0 if dtype == exact else statistics.median(seconds.get(exact, 0.0) for seconds in in_products)
+    layers = decoder_layers(model, None)
+    inside = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    output = model.get_output_embeddings().weight.numel()  # which makes its logits again
     flops = 2.0 * (3 * inside * counts.rows + 4 * output * counts.scored)
-    attention = 3 * 4.0 * width * config.num_hidden_layers * counts.pairs
-    return _Pass(_fastest(run), counted.operations, 3 * inside + 4 * output, flops, attention)
+    heads = text.num_attention_heads
+    width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    attention = 3 * 4.0 * width * len(layers) * counts.pairs
+    if dtype == exact:
+        flops, attention = flops + attention, 0.0
+    seconds = statistics.median(_seconds(run))
+    return _Pass(seconds, counted.operations, products, products_32, 3 * inside + 4 * output, flops, attention)
 
 
 def _unit_s() -> float:
@@ -199,9 +253,14 @@ def _link() -> float:
 
 def _fastest(call: Callable[[], object]) -> float:
     """Seconds of the fastest of some calls."""
+    return min(_seconds(call))
+
+
+def _seconds(call: Callable[[], object]) -> list[float]:
+    """Of each of some calls."""
     seconds = []
-    for _ in range(8):
+    for _ in range(_CALLS):
         began = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return seconds

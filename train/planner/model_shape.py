@@ -33,7 +33,7 @@ from train.config.training import TrainConfig
 from train.model.attention.packed import flash_takes, sdpa_takes, use_packed_attention
 from train.model.attention.tiled import ROWS
 from train.model.attention.tiled import TILE as SCORES
-from train.model.fsdp import Make, causal_lm, decoder_layers
+from train.model.fsdp import Make, causal_lm, decoder_layers, without_dropout
 from train.model.fused_log_probs import TILE, log_probs_and_entropy
 from train.model.lora import add_adapters
 from train.model.scalar_head import UNSTORED, with_one_output
@@ -212,7 +212,7 @@ class Tracer:
         if slices not in self._models:
             two = cut_model(_slice_of(self.config, slices), 2, self.dtype, self.lora, self.make)
             one = deepcopy(two)
-            _keep_layers(one, 1)
+            keep_layers(one, 1)
             self._models[slices] = [one, two]
         return self._models[slices]
 
@@ -267,7 +267,7 @@ def _slice_of(config: PretrainedConfig, slices: int) -> PretrainedConfig:
 def _meta_model(config: PretrainedConfig, make: Make) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            return make(deepcopy(config))
+            return make(without_dropout(config))
     except ValueError as error:
         raise ModelNotPlanned(f"{type(config).__name__}: {error}; name a model that answers in text") from error
 
@@ -344,7 +344,7 @@ class _Run:
     inference_peak: int = 0
 
 
-_PRODUCTS: Final = {
+PRODUCTS: Final = {
     getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "_grouped_mm", "addmv")
 }
 _EMPTY: Final = {getattr(torch.ops.aten, name) for name in ("empty", "new_empty", "empty_like", "empty_strided")}
@@ -371,7 +371,7 @@ class LiveBytes(TorchDispatchMode):
             self._add(leaf.untyped_storage())
         written = made if func._schema.is_mutable else new
         passed = 0
-        if written and func.overloadpacket not in _PRODUCTS:
+        if written and func.overloadpacket not in PRODUCTS:
             read = written if func.overloadpacket in _EMPTY else tensors
             passed = sum(leaf.nbytes for leaf in (*read, *written))
         self.operations += Operations(1, passed)
@@ -395,7 +395,7 @@ def cut_model(
 ) -> PreTrainedModel:
     """The model with so many of its layers, on the meta device."""
     model = _meta_model(config, make)
-    _keep_layers(model, layers)
+    keep_layers(model, layers)
     if lora is not None:
         add_adapters(model, lora, whole=_trained_whole(make))
     model.to(dtype)
@@ -446,7 +446,7 @@ def _pass_of(model: PreTrainedModel, batch: Batch, device: str) -> Callable[[], 
     return run
 
 
-def _keep_layers(model: PreTrainedModel, count: int) -> None:
+def keep_layers(model: PreTrainedModel, count: int) -> None:
     """Leave the model its first layers alone."""
     first = _layers(model)[0]
     name = next(name for name, module in model.named_modules() if module is first)
@@ -612,7 +612,6 @@ def _traced_attention(
     traced: _Traced,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -621,7 +620,7 @@ def _traced_attention(
     batch, device, dtype = traced.batch, traced.device, q.dtype
     shared, widths = batch.keys > batch.rows, (q.shape[-1], v.shape[-1])
     window = sliding_window is not None and sliding_window < max(prefix + length for _, length, prefix in batch.spans)
-    plain = softcap is None and s_aux is None and not dropout
+    plain = softcap is None and s_aux is None
     if plain and flash_takes(device, dtype, *widths):
         if shared and window:  # the prompt's, once for each response
             keys = torch.zeros(batch.keys, dtype=torch.int64, device="meta")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from serve.policies.folder import safetensors_header
 from tests.train.ranks import TIMEOUT, found_by, run_ranks
-from tests.train.tiny_models import gpt_neox, llama, mixture, plain_log_probs, qwen3, some_batch, whole
+from tests.train.tiny_models import gpt2, gpt_neox, llama, mixture, plain_log_probs, qwen3, some_batch, whole
 from train.algorithms import load
 from train.config.sections import FsdpConfig
 from train.config.training import TrainConfig
@@ -30,6 +30,7 @@ from train.workers.actor import ActorWorker
 
 RANKS = 4
 MODELS = {"qwen3": qwen3, "llama in bfloat16": llama, "gpt-neox": gpt_neox, "mixture": mixture}
+DROPPING = {"gpt2 that drops": gpt2, "qwen3 that drops": qwen3}
 MESHES: dict[str, dict[str, int]] = {"flat": {}, "tp2": {"tensor_parallel_size": 2}, "hsdp": {"replicas": 2}}
 IDS = torch.randint(1, 60, (1, 12), generator=torch.Generator().manual_seed(1))
 WHOLE = torch.arange(float(8 * 3)).reshape(8, 3)
@@ -56,6 +57,7 @@ def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
         "meshes": {name: a_linear_layer(rank, sizes) for name, sizes in MESHES.items()},
         "models": {name: a_model(folder / name, mesh) for name, mesh in zip(MODELS, [*MESHES, "tp2"], strict=True)},
         "updates": {name: an_update(rank, folder / "qwen3", **cut) for name, cut in CUTS.items()},
+        "learned and computed": [learned_and_computed(rank, folder / name) for name in DROPPING],
         "refusals": {
             "no such layers": refusal(folder / "qwen3", layers=["NoSuchLayer"]),
             "a tensor is missing": refusal(folder / "lacking"),
@@ -138,6 +140,16 @@ def an_update(rank: int, policy: Path, *, parts: list[list[int]] | None = None, 
     }
 
 
+def learned_and_computed(rank: int, policy: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities by an update, and by a pass before it."""
+    config = TrainConfig.model_validate({"ranks": RANKS, "dtype": "float32"})
+    actor = ActorWorker(policy=policy, config=config, peers={})
+    batch = some_batch()
+    part = batch.select(batch.balanced(RANKS)[rank])
+    computed = actor.log_probs(part)
+    return actor.learn(part)[1], computed
+
+
 def refusal(policy: Path, **options: Any) -> str:
     try:
         build(policy, dtype=torch.float32, options=FsdpConfig(**options))
@@ -170,6 +182,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     for name, make in MODELS.items():
         make().save_pretrained(folder / name)
+    for name, make in DROPPING.items():
+        model = make().float()
+        for dropout in ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"):
+            if hasattr(model.config, dropout):
+                setattr(model.config, dropout, 0.5)
+        model.save_pretrained(folder / name)
     as_a_hub_has_it(folder / "qwen3" / "config.json")
     without_a_dtype(folder / "llama in bfloat16" / "config.json")
     for name in ("lacking", "misshapen"):
@@ -214,6 +232,12 @@ def test_a_sequence_parallel_group_is_consecutive_ranks_with_the_jobs_timeout(fo
         seen = ranks_own["meshes"]["flat"]
         assert seen["sp"] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert seen["timeout"] == TIMEOUT
+
+
+def test_training_drops_nothing_of_a_policy_whose_config_would(found: list[dict[str, Any]]) -> None:
+    for ranks_own in found:
+        for learned, computed in ranks_own["learned and computed"]:
+            torch.testing.assert_close(learned, computed, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -117,9 +117,7 @@ def in_a_rank(rank: int, folder: Path, policies: Path) -> dict[str, Any]:
     found["lora steps"] = steps(policies / "qwen3", t, {}, lora={"rank": 4})
     if ranks == 2:
         found["exported"] = exported(policies / "qwen2")
-        found["refused"] = {
-            name: refusal(policies / name) for name in ("mixture", "gpt-neox", "dropout", "one kv head")
-        }
+        found["refused"] = {name: refusal(policies / name) for name in ("mixture", "gpt-neox", "one kv head")}
         found["refused output layer"] = refusal(policies / "llama", lora=LoraConfig(target_modules=["lm_head"]))
     return found
 
@@ -297,7 +295,6 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wide = {**COMMON, "num_key_value_heads": 4}
     other = {
         "llama of four": LlamaConfig(**wide),
-        "dropout": LlamaConfig(**COMMON, attention_dropout=0.1),
         "one kv head": LlamaConfig(**{**COMMON, "num_key_value_heads": 1}),
     }
     for name, config in (FAMILIES | other).items():
@@ -433,7 +430,6 @@ def test_an_export_is_its_parent_again(policies: Path, two: list[dict[str, Any]]
     [
         ("mixture", "mixtures of experts are not"),
         ("gpt-neox", "model_type 'gpt_neox' is not one of llama"),
-        ("dropout", "attention_dropout=0.1"),
         ("one kv head", "it does not divide num_key_value_heads=1"),
     ],
 )

@@ -79,28 +79,16 @@ def test_tiles_give_what_all_scores_give_and_the_gradients_too(case: str, heads:
         torch.testing.assert_close(found.grad, exact.grad, rtol=0, atol=1e-11)
 
 
-def test_gradients_are_those_of_finite_differences_with_dropout_too() -> None:
+def test_gradients_are_those_of_finite_differences() -> None:
     spans = [(0, 3, 0, 0), (3, 2, 0, 3), (5, 2, 0, 3), (7, 2, 0, 0)]
     q, k, v, _ = (x.requires_grad_() for x in drawn(4, 2, 3, 2, rows=9))
     sinks = torch.tensor([0.1, -0.5, 1.0, 0.3], dtype=torch.float64, requires_grad=True)
     calls = packing_of(spans).calls
 
     def computed(*given: Tensor) -> Tensor:
-        torch.manual_seed(3)
-        return attend(*given, calls, Scoring(0.5, softcap=1.0, window=4, dropout=0.3))
+        return attend(*given, calls, Scoring(0.5, softcap=1.0, window=4))
 
     assert torch.autograd.gradcheck(computed, (q, k, v, sinks))
-    torch.manual_seed(4)
-    assert not torch.equal(attend(q, k, v, sinks, calls, Scoring(0.5, dropout=0.3)), computed(q, k, v, sinks))
-
-
-def test_dropout_keeps_the_mean() -> None:
-    q, k, v, _ = drawn(2, 1, 4, 4)
-    calls = packing_of(SPANS).calls
-    expected = attend(q, k, v, None, calls, Scoring(0.5))
-    torch.manual_seed(0)
-    mean = sum(attend(q, k, v, None, calls, Scoring(0.5, dropout=0.2)) for _ in range(400)) / 400
-    torch.testing.assert_close(mean, expected, rtol=0, atol=0.15)
 
 
 def peak_bytes(rows: int, scoring: Scoring) -> int:

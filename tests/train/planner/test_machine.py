@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
-from train.planner.cpu_rates import measure_cpu
+from train.model.fsdp import causal_lm
+from train.planner.cpu_rates import _like, measure_cpu
 from train.planner.machine import PRESETS, MachineUnknown, parse_gpus, read_machine
 
 
@@ -54,9 +56,30 @@ def test_a_file_that_is_wrong_is_refused_with_the_field(text: str, why: str, tmp
         read_machine(tmp_path / "none.yaml")
 
 
+@pytest.mark.parametrize(
+    ("model", "width"),
+    [
+        (Qwen3MoeConfig(hidden_size=256, num_experts=4), 256),
+        (LlamaConfig(hidden_size=4096), 1024),
+        (None, 512),
+    ],
+)
+def test_a_model_that_takes_long_to_time_is_timed_as_a_llama(model: PretrainedConfig | None, width: int) -> None:
+    like = _like(model)
+    assert (like.model_type, like.hidden_size, like.num_hidden_layers) == ("llama", width, 2)
+
+
 def test_a_cpus_rates_are_measured_and_leave_no_process_group_behind() -> None:
     threads = torch.get_num_threads()
-    machine = measure_cpu(2, width=64)
+    made: list[PretrainedConfig] = []
+
+    def make(config: PretrainedConfig) -> PreTrainedModel:
+        made.append(config)
+        return causal_lm(config)
+
+    small = GPT2Config(n_embd=64, n_layer=3, n_head=2, vocab_size=5000)
+    machine = measure_cpu(2, model=small, make=make)
+    assert [(of.model_type, of.hidden_size, of.vocab_size) for of in made] == [("gpt2", 64, 2048)]
     assert (machine.devices, machine.kind, machine.name) == (2, "cpu", "this CPU")
     rates = (
         machine.flops,

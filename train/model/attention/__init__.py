@@ -2,5 +2,5 @@
 
 Read ``packed`` (what models call; which way each call takes) with ``calls`` (which spans are computed at once). Then
 ``shared`` (responses attend to their prompt where it lies) with the kernels ``flash`` (of a GPU) and ``cpu`` (of a
-CPU), and ``tiled`` (soft caps, sinks, windows and dropout anywhere: tiles of scores instead of all of them).
+CPU), and ``tiled`` (soft caps, sinks and windows anywhere: tiles of scores instead of all of them).
 """

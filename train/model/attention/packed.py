@@ -131,11 +131,16 @@ def packed_attention(
     Returns:
         ([1, rows, query heads, D of value], None)
     """
+    if dropout:
+        raise ValueError(
+            f"{type(module).__name__} drops {dropout} of its attention in training, and samples come from a model that "
+            "drops nothing; set it to 0"
+        )
     if packing is None and (softcap is not None or s_aux is not None):
-        out = by_scores(query, key, value, attention_mask, scaling, dropout, softcap, s_aux)
+        out = by_scores(query, key, value, attention_mask, scaling, softcap, s_aux)
         return out.transpose(1, 2).contiguous(), None
     if packing is None:
-        shared = {"scaling": scaling, "dropout": dropout, "position_bias": position_bias, **options}
+        shared = {"scaling": scaling, "position_bias": position_bias, **options}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **shared)
     if position_bias is not None or query.shape[0] != 1:
         raise ValueError(
@@ -149,7 +154,7 @@ def packed_attention(
     if sliding_window is not None and sliding_window >= packing.with_prefixes.longest_keys:
         sliding_window = None
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    plain = softcap is None and s_aux is None and not dropout
+    plain = softcap is None and s_aux is None
     if plain and flash_takes(q.device.type, q.dtype, q.shape[-1], v.shape[-1]):
         out = flash(q, k, v, packing, scale, sliding_window)
     elif plain and sliding_window is None and sdpa_takes(q.device.type, q.shape[-1], v.shape[-1]):
@@ -160,7 +165,7 @@ def packed_attention(
         else:
             out = attend(q, k, v, None, packing.calls, Scoring(scale))
     else:
-        out = attend(q, k, v, s_aux, packing.calls, Scoring(scale, softcap, sliding_window, dropout))
+        out = attend(q, k, v, s_aux, packing.calls, Scoring(scale, softcap, sliding_window))
     if packing.ulysses is not None:
         out = packing.ulysses.tokens_for_heads(out)
     return out[None], None
@@ -208,7 +213,6 @@ def by_scores(
     v: Tensor,
     allowed: Tensor | None,
     scaling: float | None,
-    dropout: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
@@ -222,9 +226,9 @@ def by_scores(
             some, stop = slice(first, first + rows), min(first + rows, q.shape[2])
             if allowed is None:
                 seen = slice(0, longer + stop)  # the keys of a cache come first
-                part = by_scores(q[:, :, some], k[:, :, seen], v[:, :, seen], None, scaling, dropout, softcap, sinks)
+                part = by_scores(q[:, :, some], k[:, :, seen], v[:, :, seen], None, scaling, softcap, sinks)
             else:
-                part = by_scores(q[:, :, some], k, v, allowed[..., some, :], scaling, dropout, softcap, sinks)
+                part = by_scores(q[:, :, some], k, v, allowed[..., some, :], scaling, softcap, sinks)
             parts.append(part)
         return torch.cat(parts, 2)
     times = q.shape[1] // k.shape[1]
@@ -242,7 +246,7 @@ def by_scores(
         weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
     else:
         weights = torch.softmax(scores, -1)
-    return functional.dropout(weights, dropout).to(v.dtype) @ v
+    return weights.to(v.dtype) @ v
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)

@@ -34,7 +34,6 @@ class Scoring:
     """Scores are capped to it by tanh (Gemma 2, arXiv 2408.00118, section 2)."""
     window: int | None = None
     """A token sees this many, itself included."""
-    dropout: float = 0.0
 
 
 @torch.compiler.disable
@@ -50,9 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, calls: list[Ca
     Returns:
         [rows, query heads, E]
     """
-    # Drawn from torch's own state, which activation checkpointing brings back for the second forward pass.
-    seed = int(torch.empty((), dtype=torch.int64).random_()) if scoring.dropout else 0
-    out: Tensor = _Attend.apply(q, k, v, sinks, calls, scoring, seed)
+    out: Tensor = _Attend.apply(q, k, v, sinks, calls, scoring)
     return out
 
 
@@ -66,18 +63,16 @@ class _Attend(torch.autograd.Function):
         sinks: Tensor | None,
         calls: list[Call],
         scoring: Scoring,
-        seed: int,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, sinks)
-        ctx.calls, ctx.scoring, ctx.seed = calls, scoring, seed
+        ctx.calls, ctx.scoring = calls, scoring
         out = q.new_empty(*q.shape[:2], v.shape[2])
-        noise = torch.Generator(q.device).manual_seed(seed)
         for call in calls:
-            part = _Part(q, k, v, sinks, call, scoring, noise)
+            part = _Part(q, k, v, sinks, call, scoring)
             made = part.q.new_empty(*part.q.shape[:-1], v.shape[2])
             for tile in part.tiles():
                 weights, _ = part.weights(tile)
-                mixed = part.mixed(tile, part.dropped(weights)[0])
+                mixed = part.mixed(tile, part.of_keys(weights))
                 made[tile.queries] = mixed.unflatten(2, (part.group, tile.count))
             part.write(out, made)
         return out
@@ -90,12 +85,11 @@ class _Attend(torch.autograd.Function):
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in (k, v))
         dsinks = None if sinks is None else torch.zeros(sinks.shape, dtype=exact, device=sinks.device)
-        noise = torch.Generator(q.device).manual_seed(ctx.seed)
         for call in ctx.calls:
-            part = _Part(q, k, v, sinks, call, ctx.scoring, noise)
+            part = _Part(q, k, v, sinks, call, ctx.scoring)
             part.backward(gradient, dq, dk, dv, dsinks)
         grads = (dq, dk.to(k.dtype), dv.to(v.dtype), None if dsinks is None else dsinks.to(sinks.dtype))
-        return *grads, None, None, None
+        return *grads, None, None
 
 
 @dataclass(frozen=True)
@@ -126,9 +120,8 @@ class _Part:
         sinks: Tensor | None,
         call: Call,
         scoring: Scoring,
-        noise: torch.Generator,
     ) -> None:
-        self.call, self.scoring, self.noise, self.exact = call, scoring, noise, _exact(q)
+        self.call, self.scoring, self.exact = call, scoring, _exact(q)
         self.heads, self.group = k.shape[1], q.shape[1] // k.shape[1]
         self.dtype = self.exact if q.device.type == "cpu" else q.dtype
         self.q = self._by_group(q)
@@ -204,14 +197,9 @@ class _Part:
         back = (places[:, None] + keys - tile.count) - torch.arange(keys, device=scores.device)
         scores.masked_fill_(back >= window, -torch.inf)
 
-    def dropped(self, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The weights of keys after dropout, and what it multiplied them by."""
-        weights = weights if self.sinks is None else weights[..., :-1]
-        if not self.scoring.dropout:
-            return weights, None
-        drawn = torch.rand(weights.shape, generator=self.noise, device=weights.device)
-        kept = (drawn >= self.scoring.dropout).to(weights.dtype).div_(1 - self.scoring.dropout)
-        return weights * kept, kept
+    def of_keys(self, weights: Tensor) -> Tensor:
+        """Without the sink's."""
+        return weights if self.sinks is None else weights[..., :-1]
 
     def mixed(self, tile: _Tile, weights: Tensor) -> Tensor:
         """[heads, spans, group · rows, E]: the values by their weights."""
@@ -237,7 +225,7 @@ class _Part:
         for tile in self.tiles():
             q, d = self._flat(self.q[tile.queries]), self._flat(dout[tile.queries])
             weights, tanh = self.weights(tile)
-            used, kept = self.dropped(weights)
+            used = self.of_keys(weights)
             keys, prefix = self.prefix_k[:, tile.prefix], slice(0, tile.prefix.stop - tile.prefix.start)
             own = slice(prefix.stop, used.shape[-1])
             used = used.to(self.dtype)
@@ -248,8 +236,6 @@ class _Part:
                 before = d.flatten(1, 2) @ self.prefix_v[:, tile.prefix].transpose(1, 2)
                 dweights = torch.cat([before.unflatten(1, d.shape[1:3]), dweights], -1)
             dweights = dweights.to(self.exact)
-            if kept is not None:
-                dweights *= kept
             if dsinks is not None:  # a sink's value is zero
                 dweights = torch.cat([dweights, torch.zeros_like(dweights[..., :1])], -1)
             dscores = torch._softmax_backward_data(dweights, weights, -1, self.exact)

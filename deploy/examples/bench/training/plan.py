@@ -3,8 +3,9 @@
 Real workers (actor, reference, critic) train models with random weights over gloo, in one process per rank, and each
 configuration's second step is measured: memory as the growth of a rank's resident memory from before its models were
 built to its peak, where freed blocks go back to the system at once; seconds as the median of the steps after it.
-``memory_error`` and ``time_error`` are predicted over measured, less one. The machine's rates are measured before each
-configuration, by as many ranks at once. There is no mixture among them: torch's grouped matrix products on a CPU keep
+``memory_error`` and ``time_error`` are predicted over measured, less one. The machine's rates are measured before and
+after each configuration, by as many ranks at once, as its speed drifts; what is predicted is the geometric mean of
+both. There is no mixture among them: torch's grouped matrix products on a CPU keep
 memory for every new shape, so that a process grows with each step whatever training does. The last line printed is one
 JSON object.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -26,6 +28,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from deploy.examples.bench.training.reshard import (
     device_type,
@@ -52,7 +55,7 @@ from train.workers.reference import ReferenceWorker
 BARS: Final = {"memory_error_max": 0.10, "time_error_max": 0.25}
 TIMEOUT_S: Final = 1800
 RATES: Final = ("flops", "float32_share", "parameter_s", "touched", "operation_s", "unit_s", "bandwidth", "link")
-STEPS: Final = 3  # timed
+STEPS: Final = 5  # timed
 LENGTHS: Final = {"prompt_tokens": 32, "response_tokens": 97, "group_size": 4}
 PROMPTS: Final = 4  # of a rank's batch
 FEWER_PROMPTS: Final = {"qwen3-370M": 1}
@@ -247,7 +250,7 @@ def rates(file: Path) -> None:
     join_torchruns_ranks()
     spec = json.loads(file.read_text())
     config = TrainConfig.model_validate(spec["train"])
-    machine = this_machine(spec["ranks"], config.dtype, read_config(Path(spec["policy"])).hidden_size)
+    machine = this_machine(spec["ranks"], config.dtype, read_config(Path(spec["policy"])))
     if torch.distributed.get_rank() == 0:
         print(json.dumps(asdict(machine)), flush=True)
     torch.distributed.destroy_process_group()
@@ -272,6 +275,8 @@ def in_rank(file: Path) -> None:
     gc.collect()
     rose, seconds = run(policy, config, a_batch(config, prompts, vocabulary, seed=part))
     rose, seconds = int(most(rose)), most(seconds)
+    later = plan(config, models, this_machine(spec["ranks"], config.dtype, read_config(policy)), workload)
+    expected = math.sqrt(predicted.seconds * later.seconds)
     result = {
         "title": spec["title"],
         "phase": predicted.peak.name,
@@ -280,19 +285,20 @@ def in_rank(file: Path) -> None:
         "memory": rose,
         "memory_error": round(predicted.peak.bytes / rose - 1, 4),
         "phases": {phase.name: round(phase.cost.seconds, 4) for phase in predicted.phases},
-        "seconds_predicted": round(predicted.seconds, 4),
+        "seconds_predicted": round(expected, 4),
+        "seconds_predicted_before_and_after": [round(predicted.seconds, 4), round(later.seconds, 4)],
         "seconds": round(seconds, 4),
-        "time_error": round(predicted.seconds / seconds - 1, 4),
+        "time_error": round(expected / seconds - 1, 4),
     }
     if torch.distributed.get_rank() == 0:
         print(json.dumps(result), flush=True)
     torch.distributed.destroy_process_group()
 
 
-def this_machine(ranks: int, dtype: str, width: int) -> Machine:
+def this_machine(ranks: int, dtype: str, model: PretrainedConfig) -> Machine:
     """What is planned for: this machine's processors, as measured, or its GPUs, as their data sheet says."""
     if device_type() == "cpu":
-        return measure_cpu(ranks, dtype=dtype, width=width)
+        return measure_cpu(ranks, dtype=dtype, model=model)
     properties = torch.cuda.get_device_properties(0)
     preset = next((PRESETS[name] for name in PRESETS if name in properties.name), PRESETS["A100"])
     return replace(preset, name=properties.name, devices=ranks, memory=properties.total_memory)
