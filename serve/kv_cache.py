@@ -31,6 +31,7 @@ _BLOCK: Final = 128  # tokens, of vLLM's largest usual block: a context is whole
 _LEAST: Final = 16 * MIB
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STRETCHING: Final = ("linear", "dynamic", "yarn")
+_TWO_FACTORS: Final = ("longrope", "su")
 _CONTEXT_NAMES: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -89,7 +90,7 @@ def fit(
     if max_model_len is not None and max_model_len > full:
         raise ContextRefused(
             f"{section}.max_model_len={max_model_len} is more than the {full} tokens of context of the model in "
-            f"{policy}: use at most {full}"
+            f"{policy} (with longrope: the original one): use at most {full}"
         )
     block = _BLOCK * token_bytes
     if kv_cache_bytes is None:
@@ -245,9 +246,19 @@ def _bytes_per_token(config: dict[str, Any], itemsize: int, devices: int) -> int
 
 
 def _stretched(section: dict[str, Any], context: int) -> int:
-    """``context`` as rotary embeddings are scaled to a longer one; for the types whose config.json has the shorter."""
+    """``context`` as rotary embeddings are scaled to a longer one; for the types whose config.json has the shorter.
+
+    With longrope it is the original one. Beyond it there are other factors, which vLLM takes for every token once the
+    context may be longer, and transformers for the passes alone in which a sequence is.
+    """
     scaling = section.get("rope_parameters") or section.get("rope_scaling")
-    if not isinstance(scaling, dict) or scaling.get("rope_type", scaling.get("type")) not in _STRETCHING:
+    if not isinstance(scaling, dict):
+        return context
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind in _TWO_FACTORS:
+        original = "original_max_position_embeddings"
+        return int(scaling.get(original) or section.get(original) or context)
+    if kind not in _STRETCHING:
         return context
     return int((scaling.get("original_max_position_embeddings") or context) * float(scaling.get("factor") or 1))
 

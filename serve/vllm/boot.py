@@ -327,9 +327,10 @@ def offline_engine(path: Path, *, extra: Mapping[str, Any] | None = None, **argu
     _silence()
     from vllm import LLM, EngineArgs
 
-    _log_by_environment()
+    from serve.vllm import detokenizer
 
-    compat.require()
+    _log_by_environment()
+    detokenizer.install()
     known = {field.name for field in fields(EngineArgs)}
     shared = {name: value for name, value in (extra or {}).items() if name in known}
     return LLM(**shared | {"model": str(path), **arguments, **_prefill(), **_trust(path, shared)})

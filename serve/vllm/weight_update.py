@@ -38,8 +38,8 @@ from serve.vllm.standby_weights import RELEASE_TIMEOUT_S, StandbyWeights, bytes_
 log = logging.getLogger(__name__)
 
 
-# vLLM's attention in 16 bits uses AMX where the processor has it, but doesn't ask the kernel for leave, without which its
-# first instruction ends the process. oneDNN asks with its first product, to which layers of a small model don't come.
+# vLLM's attention in 16 bits uses AMX where the processor has it, but doesn't ask the kernel for leave, without which
+# its first instruction ends the process. oneDNN asks with its first product, which no layer of a small model makes.
 torch.cpu._init_amx()
 
 # vLLM warns of every layer that a checkpoint doesn't name, tied heads and rotary tables too. finish_reload below knows

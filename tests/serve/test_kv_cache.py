@@ -51,6 +51,17 @@ def policy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_context_of_two_kinds_of_rotary_factors_is_the_original_one(policy: Path, inside: bool) -> None:
+    scaling: dict[str, Any] = {"rope_type": "longrope"}
+    config = {**QWEN3_06B, "dtype": "bfloat16", "rope_scaling": scaling}
+    (scaling if inside else config)["original_max_position_embeddings"] = 4096
+    (policy / "config.json").write_text(json.dumps(config))
+    assert sized(policy).max_model_len == 4096
+    with pytest.raises(ContextRefused, match=r"more than the 4096 tokens .*\(with longrope"):
+        sized(policy, max_model_len=8192)
+
+
 def sized(policy: Path, **changes: Any) -> KVCache:
     settings: dict[str, Any] = {
         "dtype": "auto",

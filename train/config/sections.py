@@ -281,7 +281,9 @@ class RolloutConfig(Section):
         description="What generates. hf: transformers, on the sharded weights in training, for models that vLLM does "
         "not have, and to compare with; slower, and without a copy of the weights.",
     )
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
+    temperature: float = Field(
+        1.0, ge=0.01, description="Sampling temperature; vLLM samples below 0.01 as if it were that."
+    )
     top_p: float = Field(
         1.0,
         gt=0,

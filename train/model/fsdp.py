@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
@@ -26,6 +26,7 @@ from train.model.attention.calls import Packing
 from train.model.attention.packed import IMPLEMENTATION, packed, share_sequences, use_packed_attention
 from train.model.fused_log_probs import scored_by_head
 from train.model.hf_io import (
+    ADAPTER,
     common_dtype,
     load,
     remember_names,
@@ -56,15 +57,16 @@ def causal_lm(config: PretrainedConfig) -> PreTrainedModel:
     return model
 
 
-def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy whose model drops nothing: samples come from a policy that drops nothing, and a loss is of its
-    probabilities. (Adapters drop what ``train.lora.dropout`` says.)"""
-    config = deepcopy(config)
-    for part in (config, config.get_text_config()):
-        for name, value in vars(part).items():
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                setattr(part, name, 0.0)
-    return config
+def training_mode(model: nn.Module) -> None:
+    """As ``model.train()``, with nothing at random that a policy has not when it is sampled from: transformers' own
+    modules stay as they are in evaluation (some drop what their config says, Phi-MoE draws its experts), and so does
+    dropout, but for that of adapters (``train.lora.dropout``)."""
+    model.train()
+    for name, module in model.named_modules():
+        made_in = next((of.__module__ for of in type(module).__mro__ if not of.__module__.startswith("torch.")), "")
+        drops = isinstance(module, _DropoutNd) and ADAPTER not in name
+        if drops or made_in.startswith("transformers."):
+            module.training = False
 
 
 def brings_code(config: PretrainedConfig) -> bool:
@@ -184,7 +186,7 @@ def skeleton(
     ``buffer``: what a buffer, on the meta device, is on the CPU until transformers gives it values.
     """
     with torch.device("meta"):
-        model = make(without_dropout(config))
+        model = make(config)
     for module in model.modules():
         for name, empty in module.named_buffers(recurse=False):
             module._buffers[name] = buffer(empty)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from train.batch.packed import PackedBatch, Rollout
+from train.model.attention.packed import IMPLEMENTATION
 from train.model.fsdp import token_log_probs
 from train.model.scalar_head import head_of, token_values
 
@@ -37,11 +38,11 @@ def require_apart(
 ) -> None:
     """Raise ValueError if a sequence's outputs depend on what lies before it in a batch. Every rank must call it.
 
-    transformers' own models take attention for packed batches from ``train.model.attention``. Another one that makes
-    its own must tell where a sequence begins by ``position_ids``, which start again at 0.
+    Most of transformers' models take attention for packed batches from ``train.model.attention``. One that makes its
+    own must tell where a sequence begins by ``position_ids``, which start again at 0; Falcon, BLOOM and MPT don't.
     """
     made_as: Any = model.made_as
-    if made_as.__module__.startswith("transformers."):
+    if made_as.__module__.startswith("transformers.") and model.config._attn_implementation == IMPLEMENTATION:
         return
     batches = [PackedBatch.pack([rollout]) for rollout in _ROLLOUTS]
     with torch.no_grad():

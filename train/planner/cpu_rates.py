@@ -8,32 +8,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 
 from feedback.processes.freed_memory import keep_freed_memory
 from serve.kv_cache import machine_memory
 from train.batch.packed import PackedBatch, Rollout
-from train.model.fsdp import Make, causal_lm, choose_attention, decoder_layers, token_log_probs, without_dropout
+from train.model.fsdp import Make, causal_lm, choose_attention, decoder_layers, skeleton, token_log_probs, training_mode
 from train.planner.machine import Machine
+from train.planner.memory import MASTER
 from train.planner.model_shape import PRODUCTS, LiveBytes, keep_layers
 from train.planner.sizes import Batch, Operations
+from train.planner.step_time import copied_bytes
 
 _WIDEST: Final = 1024  # beyond it rates are much the same, and slow to find
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _ENTRIES: Final = 2048  # of the small models' vocabulary
-_PROMPTS: Final = 2  # with four responses each
+_PROMPTS: Final = 3  # with four responses each
 _RESPONSES: Final = 4
 _PROMPT: Final = 32  # tokens of each
 _RESPONSE: Final = 97
-_UNITS: Final = 8
 _CALLS: Final = 8
 
 
@@ -62,7 +63,8 @@ def measure_cpu(
     torch.set_num_threads(threads)
     try:
         with _group():
-            return _measured(ranks, getattr(torch, dtype), _like(model), make)
+            like = _like(model)
+            return _measured(ranks, getattr(torch, dtype), like, make if type(like) is type(model) else causal_lm)
     finally:
         torch.set_num_threads(before)
 
@@ -70,10 +72,10 @@ def measure_cpu(
 def _like(model: PretrainedConfig | None) -> PretrainedConfig:
     """Of a model with two layers that computes as this one does, and is made and run in seconds."""
     text = _llama(512) if model is None else model.get_text_config()
-    if text.hidden_size > _WIDEST or any(getattr(text, name, None) for name in ("num_experts", "num_local_experts")):
+    if text.hidden_size > _WIDEST or any(getattr(text, name, None) for name in _EXPERTS):
         return _llama(min(text.hidden_size, _WIDEST))
-    small = deepcopy(text if model is None else model)
-    small.get_text_config().vocab_size = min(text.vocab_size, _ENTRIES)
+    small = deepcopy(text)
+    small.vocab_size, small.pad_token_id = min(text.vocab_size, _ENTRIES), None
     return small
 
 
@@ -93,7 +95,7 @@ def _measured(ranks: int, dtype: torch.dtype, config: PretrainedConfig, make: Ma
     found = _pass(config, make, dtype, prompts=_PROMPTS)
     products = found.products - found.weights * parameter_s
     flops = found.flops / max(products, 0.5 * found.products)
-    flops_32 = flops if dtype == torch.float32 else found.flops_32 / found.products_32
+    flops_32 = found.flops_32 / found.products_32 if found.products_32 else flops
     rest = found.seconds - found.products - found.products_32 - found.operations.count * operation_s
     link = _link() if distributed.get_world_size() > 1 else bandwidth / 8
     return Machine(
@@ -115,7 +117,7 @@ def _measured(ranks: int, dtype: torch.dtype, config: PretrainedConfig, make: Ma
         parameter_s=parameter_s,
         operation_s=operation_s,
         touched=found.operations.moved / max(rest, 0.1 * found.seconds),
-        unit_s=_unit_s(),
+        unit_s=_unit_s(config, make, dtype, bandwidth=bandwidth, link=link),
     )
 
 
@@ -186,24 +188,8 @@ class _Products(TorchDispatchMode):
 
 def _pass(config: PretrainedConfig, make: Make, dtype: torch.dtype, *, prompts: int) -> _Pass:
     """The forward and the backward pass of a model's first two layers over some prompts with four responses each."""
-    model = make(without_dropout(config))
-    keep_layers(model, 2)
-    model.to(dtype)
-    choose_attention(model, "auto", dtype, torch.device("cpu"))
-    text = config.get_text_config()
-    counts = Batch.of(prompts, _RESPONSES, _PROMPT, _RESPONSE)
-    rollouts = [
-        Rollout([1] * _PROMPT, [1] * _RESPONSE, [0.0] * _RESPONSE, 0.0, prompt)
-        for prompt in range(prompts)
-        for _ in range(_RESPONSES)
-    ]
-    batch = PackedBatch.pack(rollouts)
-
-    def run() -> None:
-        log_probs, _ = token_log_probs(model, batch)
-        log_probs.sum().backward()
-        model.zero_grad()
-
+    model = _two_layers(config, make).to(dtype)
+    run = _run_of(model, dtype, prompts)
     with LiveBytes() as counted:
         run()
     in_products: list[dict[torch.dtype, float]] = []
@@ -214,7 +200,8 @@ def _pass(config: PretrainedConfig, make: Make, dtype: torch.dtype, *, prompts: 
     exact = torch.float32
     products = statistics.median(seconds.get(dtype, 0.0) for seconds in in_products)
     products_32 = 0.0 if dtype == exact else statistics.median(seconds.get(exact, 0.0) for seconds in in_products)
-    layers = decoder_layers(model, None)
+    text, layers = config.get_text_config(), decoder_layers(model, None)
+    counts = Batch.of(prompts, _RESPONSES, _PROMPT, _RESPONSE)
     inside = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     output = model.get_output_embeddings().weight.numel()  # which makes its logits again
     flops = 2.0 * (3 * inside * counts.rows + 4 * output * counts.scored)
@@ -227,20 +214,59 @@ def _pass(config: PretrainedConfig, make: Make, dtype: torch.dtype, *, prompts: 
     return _Pass(seconds, counted.operations, products, products_32, 3 * inside + 4 * output, flops, attention)
 
 
-def _unit_s() -> float:
-    """Seconds that FSDP adds to a unit's pass, whatever its size: to gather it, or to reduce its gradients."""
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    plain, sharded = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(_UNITS))) for _ in range(2))
-    for layer in sharded:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    x = torch.randn(2, 8)
-    without, with_it = (_fastest(partial(_backward, of, x)) for of in (plain, sharded))
-    return (with_it - without) / (3 * _UNITS)
+def _two_layers(config: PretrainedConfig, make: Make) -> PreTrainedModel:
+    model = skeleton(config, make)
+    keep_layers(model, 2)
+    filled: dict[int, nn.Parameter] = {}  # what is tied stays so
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                values = torch.randn(parameter.shape) / 50 if parameter.ndim > 1 else torch.ones(parameter.shape)
+                module._parameters[name] = filled.setdefault(id(parameter), nn.Parameter(values))
+    training_mode(model)
+    return model
 
 
-def _backward(model: nn.Module, x: Tensor) -> None:
-    model(x).sum().backward()
+def _run_of(model: PreTrainedModel, dtype: torch.dtype, prompts: int) -> Callable[[], None]:
+    choose_attention(model, "auto", dtype, torch.device("cpu"))
+    rollouts = [
+        Rollout([1] * _PROMPT, [1] * _RESPONSE, [0.0] * _RESPONSE, 0.0, prompt)
+        for prompt in range(prompts)
+        for _ in range(_RESPONSES)
+    ]
+    batch = PackedBatch.pack(rollouts)
+
+    def run() -> None:
+        log_probs, _ = token_log_probs(model, batch)
+        log_probs.sum().backward()
+        model.zero_grad()
+
+    return run
+
+
+def _unit_s(config: PretrainedConfig, make: Make, dtype: torch.dtype, *, bandwidth: float, link: float) -> float:
+    """Seconds that FSDP adds to a unit's pass, whatever its size, to gather it or to reduce its gradients: what the
+    same pass takes longer for being sharded, without the bytes that it copies and sends."""
+    plain = _run_of(_two_layers(config, make).to(dtype), dtype, _PROMPTS)
+    model, ranks = _two_layers(config, make), distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
+    layers = decoder_layers(model, None)
+    inside, whole = (sum(p.numel() for m in of for p in m.parameters()) for of in (layers, [model]))
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+    run = _run_of(model, dtype, _PROMPTS)
+    run()
+    longer = []
+    for _ in range(_CALLS):  # one after the other, as the machine's speed drifts
+        [without] = _seconds(plain, 1)
+        [sharded] = _seconds(run, 1)
+        longer.append(sharded - without)
+    gathered = dtype.itemsize * (whole + inside)  # those in no layer are kept between its passes
+    sent = (gathered + MASTER * whole) * (ranks - 1) / ranks / link
+    copied = copied_bytes(whole, whole, ranks, dtype.itemsize, gathers=2, reductions=1) / bandwidth
+    added = statistics.median(longer) - sent - copied
+    return max(added, 0.0) / (3 * (len(layers) + 1))
 
 
 def _link() -> float:
@@ -256,10 +282,11 @@ def _fastest(call: Callable[[], object]) -> float:
     return min(_seconds(call))
 
 
-def _seconds(call: Callable[[], object]) -> list[float]:
+def _seconds(call: Callable[[], object], calls: int = _CALLS) -> list[float]:
     """Of each of some calls."""
     seconds = []
-    for _ in range(_CALLS):
+    for _ in range(calls):
+        distributed.barrier()  # in ranks of a run all compute at once
         began = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - began)

@@ -33,7 +33,7 @@ from train.config.training import TrainConfig
 from train.model.attention.packed import flash_takes, sdpa_takes, use_packed_attention
 from train.model.attention.tiled import ROWS
 from train.model.attention.tiled import TILE as SCORES
-from train.model.fsdp import Make, causal_lm, decoder_layers, without_dropout
+from train.model.fsdp import Make, causal_lm, decoder_layers, training_mode
 from train.model.fused_log_probs import TILE, log_probs_and_entropy
 from train.model.lora import add_adapters
 from train.model.scalar_head import UNSTORED, with_one_output
@@ -267,7 +267,7 @@ def _slice_of(config: PretrainedConfig, slices: int) -> PretrainedConfig:
 def _meta_model(config: PretrainedConfig, make: Make) -> PreTrainedModel:
     try:
         with torch.device("meta"):
-            return make(without_dropout(config))
+            return make(deepcopy(config))
     except ValueError as error:
         raise ModelNotPlanned(f"{type(config).__name__}: {error}; name a model that answers in text") from error
 
@@ -410,7 +410,7 @@ def run_body(model: PreTrainedModel, batch: Batch, device: str) -> _Run:
     model.eval()
     with torch.no_grad(), LiveBytes() as inference:
         run()
-    model.train()
+    training_mode(model)
     with LiveBytes() as counted:
         hidden = run()
         kept, forward_peak, forward = counted.live, counted.peak, counted.operations
@@ -424,7 +424,7 @@ def run_body(model: PreTrainedModel, batch: Batch, device: str) -> _Run:
 def kept_by(model: PreTrainedModel, batch: Batch, device: str) -> int:
     """Bytes that a forward pass of a cut model's body keeps for its gradient."""
     run = _pass_of(model, batch, device)
-    model.train()
+    training_mode(model)
     with LiveBytes() as counted:
         hidden = run()
         kept = counted.live

@@ -210,14 +210,20 @@ def inference_cost(
 
 
 def _sharding_seconds(shape: ModelShape, how: Sharding, machine: Machine, *, gathers: int, reductions: int) -> float:
-    """What a CPU's processor does for FSDP2 beside sending: of each parameter that is gathered it casts its slice (6
-    bytes) and copies all slices to where they are read (4); of each gradient that is reduced it makes a copy in float32
-    (6), and adds the slice (8); of one that is kept for the next micro-batch it adds all in float32 (10)."""
+    """What a CPU's processor does for FSDP2 beside sending; gradients that are kept for the next micro-batch are added
+    in float32 (10 bytes of each)."""
     kept = how.micro_batches - reductions if reductions else 0
     units = len(shape.layers) + 1
-    moved = gathers * (6 / how.shards + 2 * how.itemsize) * shape.parameters
-    moved += (reductions * (6 + 8 / how.shards) + kept * 10) * shape.trained
+    sizes = (shape.parameters, shape.trained, how.shards, how.itemsize)
+    moved = copied_bytes(*sizes, gathers=gathers, reductions=reductions) + kept * 10 * shape.trained
     return (gathers + reductions) * units * machine.unit_s + moved / (machine.bandwidth * machine.bandwidth_share)
+
+
+def copied_bytes(parameters: int, trained: int, shards: int, itemsize: int, *, gathers: int, reductions: int) -> float:
+    """That FSDP2 reads and writes in memory, beside what is sent: of each parameter that is gathered a rank casts its
+    slice (6 bytes) and copies all slices to where they are read; of each gradient that is reduced it makes a copy in
+    float32 (6), and adds the slice (8)."""
+    return gathers * (6 / shards + 2 * itemsize) * parameters + reductions * (6 + 8 / shards) * trained
 
 
 def sync_bytes(shape: ModelShape, ranks: int, tensor_parallel: int, itemsize: int) -> int:

@@ -23,7 +23,7 @@ from train.controller.dispatch import dispatch, to_all, to_all_gathered
 from train.controller.usage import Usage, peak_memory
 from train.controller.worker import Worker
 from train.host_memory.parking_worker import ParkingWorker
-from train.model.fsdp import log_once, rows_for
+from train.model.fsdp import log_once, rows_for, training_mode
 from train.model.mesh import Meshes, make_meshes, mesh_sizes
 from train.model.tensor_parallel import share_random_state
 from train.optimizers.build import make_optimizer, move_state, tensors_of
@@ -111,7 +111,7 @@ class TrainedWorker(ParkingWorker):
         micro_batches = equal_count(batch, self.config.micro_batch_tokens)
         means = Means()
         before = torch.zeros(len(batch.tokens))
-        self.model.train()
+        training_mode(self.model)
         assert isinstance(self.model, FSDPModule)
         for i, (sequences, micro) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1

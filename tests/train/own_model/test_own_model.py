@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, BloomConfig, FalconConfig, PreTrainedModel
 
 from deploy.examples.demo.seed import make_untrained
 from evaluation.suites.held_out import HeldOut
@@ -211,6 +211,13 @@ def test_code_that_was_allowed_is_the_model(coded: Path) -> None:
 # -------------------------------------------------------------------------------------------------- in two ranks
 
 
+THEIR_OWN = {
+    "falcon": FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "bloom": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+}
+"""Models of transformers' that make their attention themselves."""
+
+
 def in_a_rank(rank: int, folder: Path, coded: Path) -> dict[str, str]:
     import torch
 
@@ -226,6 +233,12 @@ def in_a_rank(rank: int, folder: Path, coded: Path) -> dict[str, str]:
                 found[f"{kind} {name}"] = "apart"
             except ValueError as error:
                 found[f"{kind} {name}"] = str(error)
+    for name in THEIR_OWN:
+        try:
+            require_apart(build(folder / name, dtype=torch.float32), torch.float32)
+            found[name] = "apart"
+        except ValueError as error:
+            found[name] = str(error)
     try:
         build(coded, dtype=torch.float32)
     except UntrustedCode as error:
@@ -239,8 +252,12 @@ def test_ranks_load_code_together_and_refuse_a_model_that_mixes_sequences(coded:
         for file in coded.iterdir():
             (tmp_path / name / file.name).write_bytes(file.read_bytes())
         (tmp_path / name / "modeling_tiny.py").write_text(source)
+    for name, config in THEIR_OWN.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
     for found in run_ranks(2, in_a_rank, tmp_path, coded):
         for kind in ("policy", "critic"):
             assert found[f"{kind} apart"] == "apart"
             assert "gives a sequence other outputs where others lie before it in a batch" in found[f"{kind} crossing"]
+        for name in THEIR_OWN:
+            assert "gives a sequence other outputs where others lie before it in a batch" in found[name]
         assert "modeling_tiny.py has changed" in found["revoked"]

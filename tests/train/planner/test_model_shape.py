@@ -13,7 +13,7 @@ from train.batch.prompt_rows import Span
 from train.config.sections import AdapterConfig, LoraConfig
 from train.model.attention.calls import Packing
 from train.model.attention.packed import packed, use_packed_attention
-from train.model.fsdp import causal_lm, without_dropout
+from train.model.fsdp import training_mode
 from train.model.scalar_head import with_one_output
 from train.planner.model_shape import LiveBytes, ModelNotPlanned, Tracer, cut_model, read_config, run_body, shape_of
 from train.planner.sizes import Batch, Operations
@@ -58,7 +58,8 @@ def test_of_a_critic_with_adapters_the_head_is_trained_too(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("model", [qwen3, gpt2, mixture], ids=["qwen3", "gpt2", "mixture"])
 def test_a_layer_keeps_on_a_cpu_what_its_trace_says(model: object) -> None:
-    real = causal_lm(without_dropout(model().config)).bfloat16().train()  # type: ignore[operator]
+    real = model().bfloat16()  # type: ignore[operator]
+    training_mode(real)
     assert use_packed_attention(real)
     width = real.config.get_text_config().hidden_size
     spans, start = [], 0
