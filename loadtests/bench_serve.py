@@ -1,18 +1,26 @@
 """Millrace's server against vLLM's own, on the same model with the same flags: ``make bench-serve``.
 
-Both run side by side, idle while the other is loaded. Turns are in pairs, whose order alternates, so that a machine
-whose speed drifts treats them alike; each pair gives one ratio of ours over theirs, and a figure is the geometric mean
-of its pairs with a 95 % interval (Student's t on the logarithms). Every cell gets a pair in turn, until the intervals
-of its throughput and of the API process's processor time are narrower than 4 %, or the part's share of ``--minutes``
-is used up; ``stopped_by`` says which. Millrace records every response durably, vLLM's server records nothing. Every
-prompt is a new one.
+vLLM's has the engine's flags and environment of Millrace's (``vllm_peer``). Both run side by side, idle while the
+other is loaded. Turns are in pairs, whose order alternates, so that a machine whose speed drifts treats them alike;
+each pair gives one ratio of ours over theirs, and a figure is the geometric mean of its pairs with a 95 % interval
+(Student's t on the logarithms). Every cell gets a pair in turn, at least ten, until the intervals of its throughput and
+of the API process's processor time are narrower than 4 %, or the part's share of ``--minutes`` is used up and each
+cell has three; ``stopped_by`` says which. By default there is time for about eight; ten take ``--minutes 20``. Millrace
+records every response durably, vLLM's server records nothing. Every prompt is a new one.
 
 - Processor time (``api_cpu_over_vllm``, ``engine_cpu_over_vllm``): user and system time of all of a process's threads
-  per request, and per token of a stream; over all cells, as their geometric mean. ``sealing`` in a cell is
-  what Millrace's other processes take, which vLLM has none of, over vLLM's API process; it is in no bar.
+  per request, and per token of a stream; over all cells, as their geometric mean, and with ``_worst`` of the worst
+  cell. ``sealing`` in a cell is what Millrace's other processes take, which vLLM has none of, over vLLM's API process;
+  it is in no bar.
+- Latencies (``max_ratio_p50`` and so on) are percentiles of all answers of a cell's turns together, with the interval
+  of ``paired.pooled``. A cell counts only if both servers gave so many answers that the percentile is not just the
+  greatest, 100 for a p99; the others are in ``too_few_answers``.
 - The least and greatest ratios are those of the worst cell. Their interval goes from the least lower end of all cells
   to the least upper end (or the greatest ones), so a bar counts as met if each cell by itself meets it.
 - ``front_end_on_over_off``: requests/s with an engine that answers at once, recording over dropping what it answers.
+  Both sides build each response's row, which the answer is made from, and count it in the metrics; the side that drops
+  has an open journal and a sealer, without work. So the figure has the cost of redacting and encoding rows, of the
+  journal and of sealing, and leaves out that of building them.
 - ``fleet_over_two``: requests/s of a fleet of two replicas over two single servers, to which the clients' connections
   are dealt in turn, as DNS or a router in the kernel does. No process stands before them, so this is the stricter way.
 - ``api_processes_over_one``, with ``--only api_processes`` alone: a server with several API processes over one with a
@@ -30,7 +38,6 @@ import json
 import random
 import statistics
 import string
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -43,21 +50,23 @@ from typing import Any, Final
 import httpx
 import psutil
 
-from loadtests import closed_loop, paired
+from loadtests import closed_loop, paired, vllm_peer
 from loadtests.paired import Ratio
 from loadtests.server import MILLRACE, READY_TIMEOUT_S, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
 PROMPT_CHARACTERS = 32
 KV_CACHE_BYTES = 512 << 20
-CONTEXT = 256
-SEQUENCES = 64
 WARM_UP_S = 3.0
 MOST_SILENT = 0.05
 FEW_SILENT = 5
 """Of the streams, and this many of few: a random model says nothing but special tokens now and then."""
 LEAST_PAIRS: Final = 3
+"""Of a cell, however little time there is."""
+ENOUGH_PAIRS: Final = 10
+"""Before a narrow interval ends a cell: one of fewer pairs may be narrow by chance."""
 NARROW: Final = 0.04
+TIMES: Final = (("latency", 50.0), ("latency", 99.0), ("first_token", 50.0), ("first_token", 99.0))
 PARTS: Final = ("plain", "stream", "front_end", "fleet")
 ON_REQUEST: Final = ("api_processes",)
 SHARES: Final = {"plain": 4.0, "stream": 4.0, "front_end": 1.0, "fleet": 2.5, "api_processes": 2.5}
@@ -95,7 +104,7 @@ class Target(Server):
         raise NotImplementedError
 
     def processor_seconds(self) -> dict[str, float]:
-        """What the API process, the engine (vLLM's has a worker below it) and all others have used."""
+        """What the API process, the engine and all others have used."""
         root = psutil.Process(self.process.pid)
         used = sorted(
             (sum(map(_processor_seconds, [child, *child.children(recursive=True)])) for child in root.children()),
@@ -115,7 +124,7 @@ class Millrace(Target):
         home.mkdir(exist_ok=True)
         settings = ["--home", str(home), "--serve.port", str(port)]
         settings += ["--serve.engine.kv_cache_bytes", str(KV_CACHE_BYTES)]
-        settings += ["--serve.engine.max_num_seqs", str(SEQUENCES)]
+        settings += ["--serve.engine.max_num_seqs", str(vllm_peer.SEQUENCES)]
         if not (home / "policies").is_dir():
             run("init", "--model", str(model), *settings, folder=home)
         super().__init__([MILLRACE, "serve", *settings, *options], port, home / "millrace.log")
@@ -224,12 +233,8 @@ class Vllm(Target):
 
     def __init__(self, home: Path, model: Path) -> None:
         port = free_port()
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "model"]
-        command += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
-        command += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--max-num-seqs", str(SEQUENCES)]
-        command += ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
-        super().__init__(command, port, home / "vllm.log", "/health")
+        command = vllm_peer.command(model, port, dtype="float32", kv_cache_bytes=KV_CACHE_BYTES)
+        super().__init__(command, port, home / "vllm.log", "/health", vllm_peer.variables())
 
     def requests(self, clients: int, tokens: int, *, stream: bool, seed: int) -> list[Iterator[bytes]]:
         fields = {"model": "model", "max_tokens": tokens} | ({"stream": True} if stream else {})
@@ -247,15 +252,29 @@ def requests(path: str, fields: dict[str, Any], seed: str) -> Iterator[bytes]:
 
 
 @dataclass
+class Turn:
+    """One server's figures, and its answers' times in seconds by their kind."""
+
+    values: dict[str, float]
+    times: dict[str, list[float]]
+
+
+@dataclass
 class Cell:
-    """One load on two servers, and of each pair of turns so far the ratios of ours over theirs, by figure."""
+    """One load on two servers, and of each pair of turns so far the ratios of ours over theirs, by figure.
+
+    ``times``: of each kind what ours and theirs took, turn by turn.
+    """
 
     part: str
     clients: int
     tokens: int
     ratios: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     ours: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """What ours measured, times in milliseconds."""
+    """What ours measured; processor time in milliseconds."""
+    times: dict[str, tuple[list[list[float]], list[list[float]]]] = field(
+        default_factory=lambda: defaultdict(lambda: ([], []))
+    )
 
     @property
     def stream(self) -> bool:
@@ -272,19 +291,26 @@ class Cell:
     def is_narrow(self) -> bool:
         """Whether throughput, and the API process's time where it counts, are known well enough."""
         decisive = [self.ratios[name] for name in ("rps", "api_cpu") if name in self.ratios]
-        return self.pairs >= LEAST_PAIRS and all(paired.mean([ratios]).width < NARROW for ratios in decisive)
+        return self.pairs >= ENOUGH_PAIRS and all(paired.mean([ratios]).width < NARROW for ratios in decisive)
 
     def add_pair(self, ours: Target, theirs: Target, seconds: float) -> None:
         """Load both, one after the other; first the one that was last before."""
         order = (ours, theirs) if self.pairs % 2 == 0 else (theirs, ours)
         turns = {server: self._turn(server, seconds) for server in order}
-        for name, value in turns[ours].items():
+        self.add(turns[ours], turns[theirs])
+
+    def add(self, ours: Turn, theirs: Turn) -> None:
+        """A pair that was measured."""
+        for name, value in ours.values.items():
             self.ours[name].append(value)
-            reference = turns[theirs]["api_cpu" if name == "sealing_cpu" else name]
+            reference = theirs.values["api_cpu" if name == "sealing_cpu" else name]
             if value > 0 and reference > 0:
                 self.ratios[name].append(value / reference)
+        for kind in ours.times:
+            for side, turn in zip(self.times[kind], (ours, theirs), strict=True):
+                side.append(turn.times[kind])
 
-    def _turn(self, server: Target, seconds: float) -> dict[str, float]:
+    def _turn(self, server: Target, seconds: float) -> Turn:
         loop = server.requests(self.clients, self.tokens, stream=self.stream, seed=random.getrandbits(64))
         before = server.processor_seconds()
         seen = closed_loop.run(server.ports, loop, seconds, server.mark if self.stream else None)
@@ -297,18 +323,31 @@ class Cell:
         items = answers * (self.tokens if self.stream else 1)
         values = {"rps": seen.rate}
         values |= {f"{process}_cpu": (after[process] - before[process]) / items * 1e3 for process in after}
-        for name, times in (("latency", seen.latencies), *((("first_token", seen.first),) if self.stream else ())):
-            values |= {f"{name}_p{percent}": percentile(sorted(times), percent) * 1e3 for percent in (50, 99)}
-        return values
+        return Turn(values, {"latency": seen.latencies} | ({"first_token": seen.first} if self.stream else {}))
+
+    def has_enough(self, kind: str, percent: float) -> bool:
+        """Whether both servers gave so many answers that a percentile of them is not just the greatest."""
+        return all(all(side) and sum(map(len, side)) * (100 - percent) >= 100 for side in self.times[kind])
+
+    def time_ratio(self, kind: str, percent: float) -> Ratio:
+        """A percentile of all turns' times."""
+        return paired.pooled(*self.times[kind], percent)
 
     def report(self) -> dict[str, Any]:
-        """Each ratio with its interval, and the medians of what ours measured."""
-        ratios = {name: paired.mean([values])._asdict() for name, values in self.ratios.items() if len(values) > 1}
-        rounded = {name: {end: round(value, 3) for end, value in each.items()} for name, each in ratios.items()}
+        """Each ratio with its interval, and what ours measured: the turns' medians, and percentiles in milliseconds."""
+        ratios = {name: paired.mean([values]) for name, values in self.ratios.items() if len(values) > 1}
+        ours = {name: statistics.median(values) for name, values in self.ours.items()}
+        for kind, percent in TIMES:
+            if kind in self.times and self.has_enough(kind, percent):
+                ratios[f"{kind}_p{percent:g}"] = self.time_ratio(kind, percent)
+                ours[f"{kind}_p{percent:g}"] = paired.percentile(self.times[kind][0], percent) * 1e3
         return {
             "pairs": self.pairs,
-            "ratios": rounded,
-            "ours": {name: round(statistics.median(values), 4) for name, values in self.ours.items()},
+            "answers": [sum(map(len, side)) for side in self.times["latency"]],
+            "ratios": {
+                name: {end: round(value, 3) for end, value in each._asdict().items()} for name, each in ratios.items()
+            },
+            "ours": {name: round(value, 4) for name, value in ours.items()},
         }
 
 
@@ -322,10 +361,6 @@ def measure(cells: Sequence[Cell], ours: Target, theirs: Target, seconds: float,
             shown = {name: round(values[-1], 3) for name, values in cell.ratios.items()}
             print(json.dumps({"cell": cell.name, "pair": cell.pairs, "ratios": shown}), flush=True)
     return "interval"
-
-
-def percentile(ordered: list[float], percent: float) -> float:
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def worst(figures: Sequence[Ratio], choose: Callable[[Iterator[float]], float]) -> Ratio:
@@ -342,16 +377,22 @@ def figures_of(cells: Sequence[Cell]) -> dict[str, Ratio]:
     def each(name: str, of: Sequence[Cell]) -> list[Ratio]:
         return [paired.mean([cell.ratios[name]]) for cell in of]
 
+    def times(kind: str, percent: float, of: Sequence[Cell]) -> list[Ratio]:
+        return [cell.time_ratio(kind, percent) for cell in of if cell.has_enough(kind, percent)]
+
     for part in ("plain", "stream"):
         if of_part := [cell for cell in served if cell.part == part]:
             found[f"api_cpu_over_vllm.{part}"] = paired.mean([cell.ratios["api_cpu"] for cell in of_part])
+            found[f"api_cpu_over_vllm_worst.{part}"] = worst(each("api_cpu", of_part), max)
             found[f"min_ratio_rps.{part}"] = worst(each("rps", of_part), min)
     if served:
         found["engine_cpu_over_vllm"] = paired.mean([cell.ratios["engine_cpu"] for cell in served])
-        found["max_ratio_p50"] = worst(each("latency_p50", served), max)
-        found["max_ratio_p99"] = worst(each("latency_p99", served), max)
-    if streams:
-        found["max_ratio_first_token_p99"] = worst(each("first_token_p99", streams), max)
+    latencies = {
+        "max_ratio_p50": times("latency", 50, served),
+        "max_ratio_p99": times("latency", 99, served),
+        "max_ratio_first_token_p99": times("first_token", 99, streams),
+    }
+    found |= {name: worst(ratios, max) for name, ratios in latencies.items() if ratios}
     for cell in cells:
         if cell.part == "api_processes":
             for name in ("rps", "api_cpu", "engine_cpu"):
@@ -379,7 +420,18 @@ def summary(cells: Sequence[Cell], stopped_by: dict[str, str]) -> dict[str, Any]
         else:
             totals[group] = round(figure.value, 3)
     bars = {name: verdict(name, figure) for name, figure in figures.items()}
-    return totals | {"bars": bars, "stopped_by": stopped_by, "cells": {cell.name: cell.report() for cell in cells}}
+    few = {
+        f"{kind}_p{percent:g}": [
+            cell.name for cell in cells if kind in cell.times and not cell.has_enough(kind, percent)
+        ]
+        for kind, percent in TIMES
+    }
+    return totals | {
+        "bars": bars,
+        "stopped_by": stopped_by,
+        "too_few_answers": {name: names for name, names in few.items() if names},
+        "cells": {cell.name: cell.report() for cell in cells},
+    }
 
 
 def main() -> None:
@@ -407,7 +459,7 @@ def main() -> None:
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=runs) as folder:
         stopped_by = measure_all(cells, Path(folder), options.seconds, options.minutes * 60, options.api_processes)
-    print(json.dumps(summary(cells, stopped_by)))
+    print(json.dumps(summary(cells, stopped_by), allow_nan=False))
 
 
 def measure_all(
@@ -443,9 +495,9 @@ def serving(kinds: Sequence[Callable[[], Target]]) -> Iterator[list[Target]]:
     with contextlib.ExitStack() as stack:
         servers: list[Target] = []
         for kind in kinds:
-            servers.append(stack.enter_context(kind()))  # type: ignore[arg-type]
+            servers.append(stack.enter_context(kind()))
         for server in servers:
-            closed_loop.run(server.ports, server.requests(SEQUENCES, 16, stream=False, seed=0), WARM_UP_S)
+            closed_loop.run(server.ports, server.requests(vllm_peer.SEQUENCES, 16, stream=False, seed=0), WARM_UP_S)
         yield servers
 
 

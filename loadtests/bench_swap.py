@@ -5,22 +5,25 @@ apart and half its vocabulary, so with as many parameters), a real server stream
 promote` goes back and forth between two policies: with the second set of weights made for each swap (``default``),
 kept (``standby``), and with none (``in_place``). Every token of the one policy is a small letter and every token of
 the other a capital one, so that the text itself says which policy sampled each token. ``vllm`` is vLLM's own server,
-with the same model and clients and its own way: pause (mode keep), reload the weights from the folder, resume.
+with the same model, clients, flags and environment (``vllm_peer``) and its own way: pause (mode keep), reload the
+weights from the folder, resume. The text that comes then must be the other policy's, or the benchmark fails.
 
 A gap is the time between two arrivals of text in one stream. Of each swap the longest gap of all streams counts, from
 the start of `millrace promote` to one second after `GET /policy` reports the new version: ``gap_ms`` is the mean over
-the swaps. ``control_gap_ms`` is the same of windows as long as a swap in which `millrace policies` runs in place of
-`millrace promote` (of vLLM's server: nothing): what the machine does to 32 streams without a swap. ``decode_step_ms``
-is the median gap of these windows. The bar is that the mean longest gap of a swap less the control's is at most one
-decode step, by the 95 % interval of that difference (Welch's).
+the swaps, and ``gap_worst_ms`` the longest. ``control_gap_ms`` is the same mean of windows after each swap, each as
+long as the swap before it, in which `millrace policies` runs in place of `millrace promote` (of vLLM's server:
+nothing): what the machine does to 32 streams without a swap. ``decode_step_ms`` is the median gap of these windows. The
+bar is that the mean longest gap of a swap less the control's is at most one decode step, by the 95 % interval of that
+difference (Welch's).
 
 ``hold_ms`` is the median longest gap less the normal p99 gap; ``crossing_ms`` looks only at gaps between a token of
 one policy and the next one, of the other, in the same stream: the p99 of them, less the normal p99. ``copy_ms`` is
 what it takes to copy as many bytes as the weights have from one place in memory to another.
 
 The last line printed is one JSON object: ``swaps``, ``failed``, ``truncated`` and ``mislabelled`` over all modes but
-vLLM's; by size ``gap_ms``, ``control_gap_ms`` and ``decode_step_ms`` of the default mode, ``vllm_gap_ms`` and
-``vllm_control_gap_ms``; and all of each mode under ``modes``.
+vLLM's; by size ``gap_ms``, ``gap_worst_ms``, ``control_gap_ms`` and ``decode_step_ms`` of the default mode,
+``vllm_gap_ms``, ``vllm_gap_worst_ms`` and ``vllm_control_gap_ms``; and all of each mode under ``modes``. An end of an
+interval that one swap leaves open is null.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from typing import Any, Final
 
 from scipy.stats import ttest_ind
 
+from loadtests import vllm_peer
 from loadtests.closed_loop import no_collector
 from loadtests.server import MILLRACE, Server, free_port, run
 
@@ -102,41 +106,40 @@ class Stream:
 
 @dataclass
 class Window:
-    """The time of one swap, or of a command that swaps nothing."""
+    """The time of one swap, or of a command that swaps nothing. ``version``: of the policy that serves at its end."""
 
     began: float
     ended: float
+    version: int
     hold_ms: float = 0.0
 
 
 # ---------------------------------------------------------------------------------------------------- the measurement
 
 
-def bench(size: Size, home: Path, mode: str, *, clients: int, swaps: int, windows: int) -> dict[str, Any]:
+def bench(size: Size, home: Path, mode: str, *, clients: int, swaps: int) -> dict[str, Any]:
     """One server, one mode."""
     with Target(size, home, mode) as target:
         streams: list[Stream] = []
         with no_collector():
-            normal, swapped = asyncio.run(measure(target, streams, clients, swaps, windows))
+            normal, swapped = asyncio.run(measure(target, streams, clients, swaps))
         memory = memory_of(target.process.pid)
+    if mode == VLLM:
+        require_letters(streams, normal)
     return summary(streams, normal, swapped, labelled=mode != VLLM) | {"mode": mode, **memory}
 
 
-async def measure(
-    target: Target, streams: list[Stream], clients: int, swaps: int, windows: int
-) -> tuple[list[Window], list[Window]]:
-    """Stream to all clients, with windows without a swap before, between and behind the swaps."""
+async def measure(target: Target, streams: list[Stream], clients: int, swaps: int) -> tuple[list[Window], list[Window]]:
+    """Stream to all clients; a window without a swap after each swap, as the machine's speed drifts."""
     stop = asyncio.Event()
     work = [asyncio.create_task(client(target, number, streams, stop)) for number in range(clients)]
     await asyncio.sleep(3)  # until all are at different places in their responses
     # The first swap of a server is not like those after it: the helper's files are not in memory yet.
-    first = await target.swap(2)
-    length = first.ended - first.began
-    normal, swapped = [await target.idle(length)], []
+    await target.swap(2)
+    normal, swapped = [], []
     for number in range(swaps):
         swapped.append(await target.swap(1 + number % 2))
-        if len(normal) < windows * (number + 1) / swaps + 1:  # in turns, as the machine's speed drifts
-            normal.append(await target.idle(length))
+        normal.append(await target.idle(swapped[-1]))
     stop.set()
     _, late = await asyncio.wait(work, timeout=RESPONSE_TIMEOUT_S)
     for task in late:
@@ -162,15 +165,15 @@ async def swap(home: Path, url: str, version: int) -> Window:
             raise SystemExit(f"policy {version} does not serve after {SETTLE_TIMEOUT_S} s")
         await asyncio.sleep(0.1)
     await asyncio.sleep(AFTER_S)
-    return Window(began, time.perf_counter(), policy["swaps"][-1]["hold_ms"])
+    return Window(began, time.perf_counter(), version, policy["swaps"][-1]["hold_ms"])
 
 
-async def idle(home: Path, length: float) -> Window:
-    """As long as a swap, and with a command, without a swap."""
+async def idle(home: Path, after: Window) -> Window:
+    """As long as the swap before it, and with a command, without a swap."""
     began = time.perf_counter()
     await command(home, "policies")
-    await asyncio.sleep(max(AFTER_S, began + length - time.perf_counter()))
-    return Window(began, time.perf_counter())
+    await asyncio.sleep(max(AFTER_S, began + after.ended - after.began - time.perf_counter()))
+    return Window(began, time.perf_counter(), after.version)
 
 
 async def command(home: Path, *arguments: str) -> None:
@@ -263,10 +266,25 @@ def mislabelled(stream: Stream) -> int:
     )
 
 
-def interval(values: list[float], others: list[float]) -> list[float]:
-    """The difference of two means, its 95 % interval as Welch has it; without an end where there is one value."""
+def require_letters(streams: list[Stream], normal: list[Window]) -> None:
+    """The text in each window after a swap must be of the policy that it brought. Raises SystemExit."""
+    arrivals = [arrival for stream in streams for arrival in stream.arrivals]
+    for window in normal:
+        text = "".join(text for at, text in arrivals if window.began <= at <= window.ended)
+        wrong = sum(letter not in LETTERS[window.version] for letter in text)
+        if not text or wrong:
+            raise SystemExit(
+                f"vLLM's reload did not bring policy {window.version}: of {len(text)} letters that came after it, "
+                f"{wrong} are another policy's"
+            )
+
+
+def interval(values: list[float], others: list[float]) -> list[float | None]:
+    """The difference of two means, its 95 % interval as Welch has it; None for ends that one value leaves open."""
+    if min(len(values), len(others)) < 2:
+        return [None, None]
     found = ttest_ind(values, others, equal_var=False).confidence_interval(0.95)
-    return [round(end, 1) if math.isfinite(end) else end for end in (float(found.low), float(found.high))]
+    return [round(end, 1) if math.isfinite(end) else None for end in (float(found.low), float(found.high))]
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -362,19 +380,17 @@ class Target(Server):
         port = free_port()
         if mode == VLLM:
             self.path, self.fields = "/v1/completions", {"model": "model"}
-            command = ["env", "VLLM_SERVER_DEV_MODE=1", sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-            flags = {"--model": self.folder(1), "--served-model-name": "model", "--host": "127.0.0.1", "--port": port}
-            flags |= {"--dtype": size.dtype, "--distributed-executor-backend": "uni", "--max-model-len": CONTEXT}
-            flags |= {"--kv-cache-memory-bytes": size.kv_cache, "--uvicorn-log-level": "warning"}
-            command += ["--enforce-eager", "--disable-uvicorn-access-log"]
+            command = vllm_peer.command(self.folder(1), port, dtype=size.dtype, kv_cache_bytes=size.kv_cache)
+            flags: dict[str, Any] = {"--max-model-len": CONTEXT}
+            variables = vllm_peer.variables() | {"VLLM_SERVER_DEV_MODE": "1"}  # for pause, reload and resume
         else:
             self.path, self.fields = "/generate", {}
-            command = [MILLRACE, "serve", "--home", str(home)]
+            command, variables = [MILLRACE, "serve", "--home", str(home)], {}
             flags = {"--serve.port": port, "--serve.swap.poll_seconds": 0.1}
             flags |= {"--serve.engine.kv_cache_bytes": size.kv_cache, "--serve.engine.max_model_len": CONTEXT}
             flags |= {f"--{name}": value for name, value in MODES[mode].items()}
         command += [str(text) for flag in flags.items() for text in flag]
-        super().__init__(command, port, home / f"{mode}.log", "/health" if mode == VLLM else "/ready")
+        super().__init__(command, port, home / f"{mode}.log", "/health" if mode == VLLM else "/ready", variables)
 
     def folder(self, version: int) -> Path:
         return self.home / f"policies/v{version:06d}"
@@ -388,15 +404,15 @@ class Target(Server):
         await asyncio.to_thread(post, f"{self.url}/collective_rpc", reload)
         await asyncio.to_thread(post, f"{self.url}/resume")
         await asyncio.sleep(AFTER_S)
-        return Window(began, time.perf_counter())
+        return Window(began, time.perf_counter(), version)
 
-    async def idle(self, length: float) -> Window:
-        """As long as a swap, without one."""
+    async def idle(self, after: Window) -> Window:
+        """As long as the swap before it, without one."""
         if self.mode != VLLM:
-            return await idle(self.home, length)
+            return await idle(self.home, after)
         began = time.perf_counter()
-        await asyncio.sleep(length)
-        return Window(began, time.perf_counter())
+        await asyncio.sleep(after.ended - after.began)
+        return Window(began, time.perf_counter(), after.version)
 
 
 def post(url: str, body: dict[str, Any] | None = None) -> None:
@@ -553,21 +569,22 @@ def main() -> None:
             weight_bytes = sum(path.stat().st_size for path in (home / "policies/v000001").glob("*.safetensors"))
             copy = copy_ms(weight_bytes)
             for mode in options.modes:
-                result = bench(size, home, mode, clients=options.clients, swaps=swaps, windows=swaps)
+                result = bench(size, home, mode, clients=options.clients, swaps=swaps)
                 result = {"model": size.name, "weights_mib": weight_bytes / 2**20, "copy_ms": copy, **result}
                 modes.append({k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()})
                 print(json.dumps(modes[-1]), flush=True)
                 back = ["promote", "1", "--no-wait", "--override", "--why", "bench"]
                 run(*back, "--home", str(home), folder=home)  # for the next server
-    print(json.dumps(result_of(modes)))
+    print(json.dumps(result_of(modes), allow_nan=False))
 
 
 def result_of(modes: list[dict[str, Any]]) -> dict[str, Any]:
     ours = [mode for mode in modes if mode["mode"] != VLLM]
 
-    def of(mode: str, figure: str) -> dict[str, float]:
+    def of(mode: str, figure: str) -> dict[str, Any]:
         return {each["model"]: each[figure] for each in modes if each["mode"] == mode}
 
+    figures = ("gap_ms", "gap_worst_ms", "control_gap_ms", "decode_step_ms", "added_ms")
     counts = {name: sum(mode[name] for mode in ours) for name in ("swaps", "failed", "truncated", "mislabelled")}
     bars: dict[str, Any] = {
         name: {"bar": "at most 0", "verdict": "met" if counts[name] == 0 else "missed"}
@@ -576,14 +593,18 @@ def result_of(modes: list[dict[str, Any]]) -> dict[str, Any]:
     for mode in ours:
         if mode["mode"] != "in_place":  # there no token can be sampled while the weights are loaded
             (low, high), bar = mode["added_ms"], mode["decode_step_ms"]
-            verdict = "met" if high <= bar else "missed" if low > bar else "undecided"
+            if low is None or high is None:
+                verdict = "undecided"
+            else:
+                verdict = "met" if high <= bar else "missed" if low > bar else "undecided"
             bars[f"{mode['model']} {mode['mode']}"] = {"bar": f"added at most {bar} ms", "verdict": verdict}
     return {
         **counts,
-        **{name: of("default", name) for name in ("gap_ms", "control_gap_ms", "decode_step_ms", "added_ms")},
+        **{name: of("default", name) for name in figures},
         "in_place_gap_ms": of("in_place", "gap_ms"),
         "standby_gap_ms": of("standby", "gap_ms"),
         "vllm_gap_ms": of(VLLM, "gap_ms"),
+        "vllm_gap_worst_ms": of(VLLM, "gap_worst_ms"),
         "vllm_control_gap_ms": of(VLLM, "control_gap_ms"),
         "modes": {f"{mode['model']} {mode['mode']}": mode for mode in modes},
         "bars": bars,

@@ -12,8 +12,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 MILLRACE: Final = str(Path(sys.executable).with_name("millrace"))
 READY_TIMEOUT_S = 900
@@ -24,15 +25,28 @@ class Server:
     """A server, from its start until it answers, and to its end. A context manager.
 
     command: serves on ``port`` of loopback, and answers GET ``ready`` with 200 when it is ready.
+    variables: of its environment, beside this process's own.
     Raises SystemExit with the end of the log if it does not get ready.
     """
 
-    def __init__(self, command: list[str], port: int, log: Path, ready: str = "/ready") -> None:
+    def __init__(
+        self,
+        command: list[str],
+        port: int,
+        log: Path,
+        ready: str = "/ready",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent, start_new_session=True
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,
+                env=os.environ | dict(variables or {}),
+                start_new_session=True,
             )
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -52,7 +66,7 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
             return self.process.wait()
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
