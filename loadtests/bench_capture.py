@@ -6,11 +6,13 @@ interval; a bar is met or missed when all of the interval says so, and undecided
 
 ``durable_over_sqlite``: durable rows a second of 64 writers, a sealer beside them, over SQLite (WAL,
 synchronous=FULL) with 64 threads that commit each row. ``durable_over_sqlite_grouped``: over SQLite behind one thread
-that commits all that wait, with pages and checkpoints as they are fastest. ``durable_over_disk``: without a sealer,
-over the disk's own limit, which is the same bytes in the same groups, written and fdatasynced with nothing between.
+that commits all that wait, with locks, pages and checkpoints as they are fastest. ``durable_over_disk``: without a
+sealer, over the disk's own limit, which is the same bytes in the same groups, written and fdatasynced with nothing
+between; ``durable_beside_sealer_over_disk``: with a sealer, over that same limit.
 ``added_over_fsync``: what an append takes at 1,000 rows a second over the write of one row and an fdatasync, as
 often. ``scoring_history_ratio``: the time to score new rows beside a large history of scored ones over that beside a
-small one; ``scoring_late_history_ratio``: the same with thumbs on old responses among the new rows.
+small one; ``scoring_late_history_ratio``: the same of a hundred thumbs on old responses, and nothing else that is new.
+Each is measured on a fresh copy of its history. ``scoring_rows_per_s``: of the whole large history, a few times.
 ``seal_over_deltalake`` and ``compact_over_deltalake``: the time of sealing and compacting over that of
 ``write_deltalake`` writing the same rows, which syncs nothing to the disk; ``…_synced``: with an fsync of all it
 wrote.
@@ -29,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loadtests.paired import Ratio, ratio
+from loadtests.paired import Ratio, mean, ratio
 from loadtests.server import MILLRACE
 
 SETTLE_S = 3
@@ -69,6 +71,7 @@ def ratios_of(captured: dict[str, Any], stored: dict[str, Any], scored: dict[str
         "durable_over_sqlite": ratio(captured["journal"], captured["sqlite"]),
         "durable_over_sqlite_grouped": ratio(captured["journal"], captured["sqlite_grouped"]),
         "durable_over_disk": ratio(captured["alone"], captured["disk"]),
+        "durable_beside_sealer_over_disk": ratio(captured["journal"], captured["disk"]),
         **{
             f"added_over_fsync_{percent}": ratio(captured[f"added_ms_{percent}"], captured[f"fdatasync_ms_{percent}"])
             for percent in ("p50", "p99")
@@ -98,17 +101,20 @@ def main() -> None:
         captured = bench(home, "capture", "--seconds", str(options.seconds), *turns)
         stored = bench(home, "storage", "--rows", str(options.rows), *turns)
         scored = bench(home, "scoring", "--history", str(options.history), *turns)
-    ratios = ratios_of(captured, stored, scored)
+    ratios, rate = ratios_of(captured, stored, scored), mean([scored["scoring_rows_per_s"]])
     means = {name: round(found.value, 3) for name, found in ratios.items()}
     result = {
         **{name: mean for name, mean in means.items() if not name.startswith("added_over_fsync")},
         "added_over_fsync": {percent: means[f"added_over_fsync_{percent}"] for percent in ("p50", "p99")},
-        "scoring_rows_per_s": round(scored["scoring_rows_per_s"]),
+        "scoring_rows_per_s": round(rate.value),
         "scoring_history": scored["history"],
         "scoring_peak_mib": round(scored["peak_mib"]),
         "scoring_memory_limit": scored["memory_limit"],
         "storage": {name: round(value, 1) for name, value in stored.items() if not isinstance(value, list)},
-        "intervals": {name: found.interval() for name, found in ratios.items()},
+        "intervals": {
+            **{name: found.interval() for name, found in ratios.items()},
+            "scoring_rows_per_s": [round(rate.low), round(rate.high)],
+        },
         "bars": {
             name: {"bar": f"{relation} {bar:g}", "verdict": ratios[name].judge(relation, bar)}
             for name, (relation, bar) in BARS.items()

@@ -6,11 +6,19 @@ gain a little, which the gate must find on held-out prompts. A candidate that it
 thumbs are timed to the promoted policy that came later. The benchmark speaks HTTP and the CLI, and ends with as many
 promotions as wanted.
 
-Each thumb's way, by the clock of this machine: given (acknowledged) → its response scored → last step of the first
-promoted training that began after that → published → verdict → first answer by that policy that any user got.
-``cycle_over_work`` is a promoted cycle's seconds over those that sampling, updating, publishing, evaluating and the
-swap took by themselves, as cycles record them (scoring is not among them). ``ready_over_vllm`` is ``make
-bench-start``'s ratio. The last line is one JSON object.
+Each thumb's way, by the clock of this machine: given → its reward → last step of the first promoted training that
+learned from it → published → verdict → first answer by that policy that any user got. A policy learned from a thumb if
+the versions of the lake that its record and its reward model's name have the thumb and its reward; which of their rows
+a step drew is not on record. Thumbs that no promoted policy has learned from are not timed.
+
+``cycle_over_work`` is a promoted cycle's seconds, from the launch of its process to its end, over those of the work
+alone, as cycles and the server record it: sampling, updates (of the policy and the reward model), the answers of the
+evaluation, and copying (publishing up to the manifest, and the swap's exchange). ``work_by_part_s`` are the parts that
+count, ``not_counted_s`` those that don't: medians over the cycles. ``ready_over_vllm`` is ``make bench-start``'s ratio.
+
+``intervals`` are at 95 %: Student's t on the ratios' logarithms, for thumbs a bootstrap over the policies that learned
+from them. A bar is met or missed if all of the interval says so,
+and undecided otherwise. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -19,7 +27,9 @@ import argparse
 import itertools
 import json
 import math
+import os
 import random
+import select
 import shutil
 import statistics
 import subprocess
@@ -27,29 +37,43 @@ import sys
 import tempfile
 import threading
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import httpx
+import numpy as np
+import psutil
 
 from loadtests import bench_start
 from loadtests.letters import LETTERS, mean_place
+from loadtests.paired import CONFIDENCE, Ratio, mean
 from loadtests.server import MILLRACE, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
 LONGEST_S: Final = 1500.0
 POLL_S, SOON_S = 20.0, 3.0
+SCAN_S: Final = 1.0
 USERS, PACE_S, TOKENS = 4, 0.3, 24
 ITEMS: Final = 8000
 REMEMBERED: Final = 30
 """Answers that a user compares the next one with: people get used to what they have."""
 BARS: Final = {"cycle_over_work": 2.0, "thumb_to_policy_s.p50": 60.0, "ready_over_vllm": 1.0, "failed": 0}
+SHOWN: Final = {"thumb_to_policy_s.p95": 60.0}
+"""Figures that are judged like those with a bar, and have none."""
 STAGES: Final = ("scored", "stepped", "published", "verdict", "answered")
+WORK: Final = {
+    "train": ("generate", "update", "publish"),
+    "reward-model": ("update",),
+    "evaluate": ("incumbent", "candidate"),
+    "swap": ("exchange",),
+}
+"""Parts of stages that are a cycle's work: sampling, updating, evaluating and copying."""
+DRAWS: Final = 2000
 OPTIONS: Final = {
     "schedule.interval_seconds": "1",
     "schedule.first_after_seconds": "10",
@@ -80,7 +104,7 @@ OPTIONS: Final = {
 
 @dataclass(frozen=True)
 class Thumb:
-    """Of which response, and when it was acknowledged, in seconds of Unix time."""
+    """Of which response, and when it was given, in seconds of Unix time."""
 
     response_id: str
     at: float
@@ -117,6 +141,7 @@ class Users:
                     up = place > (statistics.mean(known) if known else 0.5)
                     known.append(place)
                     thumb = {"response_id": response["response_id"], "kind": "thumb", "value": int(up)}
+                    given = time.time()
                     http.post("/feedback", json=thumb).raise_for_status()
                 except httpx.HTTPError as error:
                     seen.failures.append(f"{time.time():.0f}: {error!r}")
@@ -124,7 +149,7 @@ class Users:
                     with self._lock:
                         seen.first.setdefault(body["policy_version"], answered)
                         seen.places.setdefault(body["policy_version"], []).append(place)
-                    seen.thumbs.append(Thumb(response["response_id"], time.time()))
+                    seen.thumbs.append(Thumb(response["response_id"], given))
                 seen.requests += 2
 
     def __enter__(self) -> Seen:
@@ -146,10 +171,21 @@ def prompt(order: random.Random) -> str:
 
 
 @dataclass(frozen=True)
-class Promotion:
-    """A cycle that promoted, in seconds of Unix time: when its training began, and when the rest was done."""
+class Span:
+    """From the launch of a cycle's process to its end, in seconds of Unix time."""
 
-    cycle: int
+    launched: float
+    ended: float = math.inf
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """A cycle that promoted, in seconds of Unix time: when its training began, and when the rest was done.
+
+    ``work`` and ``not_counted``: the seconds of each recorded part. ``thumbs``: the responses whose thumbs the policy
+    has learned from, by its record.
+    """
+
     version: int
     began: float
     stepped: float
@@ -158,67 +194,136 @@ class Promotion:
     answered: float
     seconds: float
     work: dict[str, float]
+    not_counted: dict[str, float]
+    thumbs: Collection[str]
 
 
 def promotions(
     cycles: Sequence[dict[str, Any]],
-    policies: Sequence[dict[str, Any]],
-    swaps: dict[int, float],
-    first: dict[int, float],
+    spans: Sequence[Span],
+    policies: Mapping[int, dict[str, Any]],
+    swaps: Mapping[int, dict[str, Any]],
+    first: Mapping[int, float],
+    thumbs: Mapping[int, Collection[str]],
 ) -> list[Promotion]:
-    """Of the cycles, those whose policy has answered; by `status --json`, `policies --json` and GET /policy.
+    """Of the cycles, those that have ended and whose policy has answered.
 
-    ``swaps``: seconds of preparing and exchanging, by version.
+    Cycles are as of `status --json`; ``policies`` (`policies --json`), ``swaps`` (GET /policy), ``first`` (the time of
+    the first answer) and ``thumbs`` (the responses with a thumb that it learned from) are by version.
     """
-    by_version, found = {policy["version"]: policy for policy in policies}, []
+    found = []
     for cycle in sorted(cycles, key=lambda one: one["number"]):
-        version = cycle["candidate"]
-        if cycle["status"] != "promoted" or version not in first:
+        version, span = cycle["candidate"], span_of(cycle, spans)
+        if cycle["status"] != "promoted" or version not in first or span is None or span.ended == math.inf:
             continue
         stages = {stage["name"]: stage for stage in cycle["stages"]}
         trained = [stage for stage in cycle["stages"] if stage["name"].startswith(("train", "reward-model"))]
-        work = {f"{name}: {part}": value for name, stage in stages.items() for part, value in stage["work"].items()}
+        stepped, published = policies[version]["metrics"]["last"]["time"], _at(policies[version]["created_at"])
+        work, not_counted = parts(cycle, swaps.get(version), published - stepped)
         found.append(
             Promotion(
-                cycle=cycle["number"],
                 version=version,
                 began=_at(trained[0]["started_at"]),
-                stepped=by_version[version]["metrics"]["last"]["time"],
-                published=_at(by_version[version]["created_at"]),
+                stepped=stepped,
+                published=published,
                 verdict=_at(stages["evaluate"]["started_at"], stages["evaluate"]["seconds"]),
                 answered=first[version],
-                seconds=_at(cycle["finished_at"]) - _at(cycle["started_at"]),
-                work=work | {"swap": swaps.get(version, 0.0)},
+                seconds=span.ended - span.launched,
+                work=work,
+                not_counted=not_counted,
+                thumbs=thumbs[version],
             )
         )
     return found
 
 
-def ways(thumbs: Sequence[Thumb], scored: dict[str, float], promoted: Sequence[Promotion]) -> list[dict[str, float]]:
+def span_of(cycle: dict[str, Any], spans: Sequence[Span]) -> Span | None:
+    """That of the process which wrote the cycle's record."""
+    return next((span for span in spans if span.launched <= _at(cycle["started_at"]) <= span.ended), None)
+
+
+def parts(
+    cycle: dict[str, Any], swap: dict[str, Any] | None, publishing: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of each part that is work (``WORK``), and of each that is not; what an earlier cycle did is neither.
+
+    swap: as of GET /policy. publishing: seconds from the last step to the policy's manifest. Of "publish" no more
+    counts: what comes behind that removes the run's files.
+    """
+    work, not_counted = dict[str, float](), dict[str, float]()
+    for stage in cycle["stages"]:
+        name = stage["name"]
+        kind = next((kind for kind in WORK if name == kind or name.startswith(f"{kind}-")), name)
+        if _at(stage["started_at"]) < _at(cycle["started_at"]):
+            continue
+        recorded = dict(stage["work"])
+        if kind == "swap" and swap is not None:
+            recorded = {"exchange": swap["hold_ms"] / 1e3, "prepare": swap["prepare_ms"] / 1e3}
+        rest = (stage["seconds"] or 0.0) - sum(recorded.values())
+        if kind == "train" and (more := recorded.get("publish", 0.0) - publishing) > 0:
+            recorded |= {"publish": publishing, "publish, after its manifest": more}
+        for part, seconds in recorded.items():
+            (work if part in WORK.get(kind, ()) else not_counted)[f"{name}: {part}"] = seconds
+        not_counted[f"{name}: starts and waits" if recorded else name] = rest
+    return work, not_counted
+
+
+def lake_versions(policy: dict[str, Any], reward_models: Mapping[str, dict[str, Any]]) -> dict[str, int]:
+    """Delta versions of the feedback and the rewards that a policy learned from, by its lineage.
+
+    The feedback is what its reward model learned from, if it had one. ``reward_models``: lineages by folder.
+    """
+    lineage = policy["lineage"]
+    versions, reward = lineage["lake_versions"], lineage["reward"]
+    model = reward["human"]["model"] if isinstance(reward, dict) else None
+    feedback = versions if model is None else reward_models[model["name"]]["lake_versions"]
+    return {"feedback": feedback["feedback"], "rewards": versions["rewards"]}
+
+
+def ways(
+    thumbs: Sequence[Thumb], scored: Mapping[str, Sequence[float]], promoted: Sequence[Promotion]
+) -> dict[int, list[dict[str, float]]]:
     """Seconds from each thumb to each stage of the first promoted policy that learned from it, and ``began``.
 
-    Without thumbs that none has learned from yet.
+    By version, without thumbs that none has learned from yet. ``scored``: when a response got a reward, each time.
     """
-    begins, found = [one.began for one in promoted], []
+    found: dict[int, list[dict[str, float]]] = {}
     for thumb in thumbs:
-        at = scored.get(thumb.response_id)
-        if at is None or (which := bisect_left(begins, at)) == len(promoted):
-            continue
-        policy = promoted[which]
-        times = {name: getattr(policy, name) for name in ("began", *STAGES[1:])}
-        found.append({name: time_at - thumb.at for name, time_at in ({"scored": at} | times).items()})
+        at = min((time_at for time_at in scored.get(thumb.response_id, ()) if time_at >= thumb.at), default=None)
+        policy = next((one for one in promoted if thumb.response_id in one.thumbs), None)
+        if at is not None and policy is not None:
+            times = {"scored": at} | {name: getattr(policy, name) for name in ("began", *STAGES[1:])}
+            found.setdefault(policy.version, []).append({name: of - thumb.at for name, of in times.items()})
     return found
 
 
-def summary(seen: Seen, scored: dict[str, float], promoted: Sequence[Promotion]) -> dict[str, Any]:
+def quantile(groups: Sequence[Sequence[float]], percent: int) -> Ratio:
+    """A percentile of the values of all groups, and its interval: that of as many groups drawn with replacement."""
+
+    def of(drawn: Sequence[Sequence[float]]) -> float:
+        return float(np.quantile(np.concatenate(drawn), percent / 100, method="inverted_cdf"))
+
+    if len(groups) == 1:
+        return Ratio(of(groups), 0.0, math.inf)
+    order = random.Random(0)
+    drawn = [of(order.choices(groups, k=len(groups))) for _ in range(DRAWS)]
+    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Ratio(of(groups), float(low), float(high))
+
+
+def summary(seen: Seen, scored: Mapping[str, Sequence[float]], promoted: Sequence[Promotion]) -> dict[str, Any]:
     """The figures of the loop."""
-    timed = ways(seen.thumbs, scored, promoted)
-    if not timed:
+    by_policy = ways(seen.thumbs, scored, promoted)
+    if not by_policy:
         raise SystemExit("no policy that learned from a thumb has answered: see up.log")
+    timed = [way for of in by_policy.values() for way in of]
     ratios = [one.seconds / sum(one.work.values()) for one in promoted]
+    cycles = mean([ratios])
+    answered = [[way["answered"] for way in of] for of in by_policy.values()]
+    thumbs = {f"p{percent}": quantile(answered, percent) for percent in (50, 95)}
     steps = dict(zip(STAGES, ("scored", *STAGES[:-1]), strict=True))
     return {
-        "thumb_to_policy_s": _quantiles([one["answered"] for one in timed]),
+        "thumb_to_policy_s": {name: round(found.value, 2) for name, found in thumbs.items()},
         "thumb_to_scored_s": _quantiles([one["scored"] for one in timed]),
         "scored_to_training_s": _quantiles([one["began"] - one["scored"] for one in timed]),
         "training_to_last_step_s": _quantiles([one["stepped"] - one["began"] for one in timed]),
@@ -227,32 +332,48 @@ def summary(seen: Seen, scored: dict[str, float], promoted: Sequence[Promotion])
             for after, before in steps.items()
             if after not in ("scored", "stepped")
         },
-        "cycle_over_work": round(statistics.median(ratios), 2),
+        "cycle_over_work": round(cycles.value, 2),
         "cycle_over_work_range": [round(min(ratios), 2), round(max(ratios), 2)],
         "cycle_s": _quantiles([one.seconds for one in promoted]),
         "work_s": _quantiles([sum(one.work.values()) for one in promoted]),
-        "work_by_part_s": {
-            part: round(statistics.median(one.work.get(part, 0.0) for one in promoted), 2)
-            for part in dict.fromkeys(part for one in promoted for part in one.work)
-        },
+        "work_by_part_s": _medians([one.work for one in promoted]),
+        "not_counted_s": _medians(
+            [
+                one.not_counted | {"outside of stages": one.seconds - sum((one.work | one.not_counted).values())}
+                for one in promoted
+            ]
+        ),
         "cycles": len(promoted),
         "thumbs": len(seen.thumbs),
         "timed_thumbs": len(timed),
         "requests": seen.requests,
         "failed": len(seen.failures),
         "mean_place": {version: round(statistics.mean(places), 3) for version, places in sorted(seen.places.items())},
+        "intervals": {
+            "cycle_over_work": cycles.interval(),
+            **{f"thumb_to_policy_s.{name}": found.interval() for name, found in thumbs.items()},
+        },
     }
 
 
-def bars(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each bar, what was measured, and whether it was met; None where it was not measured."""
+def judged(figures: dict[str, Any], bars: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """Each bar, what was measured, its interval, and what that says: None where it was not measured."""
     found = {}
-    for name, bar in BARS.items():
+    for name, bar in bars.items():
         value: Any = figures
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None
-        found[name] = {"bar": f"at most {bar:g}", "value": value, "met": None if value is None else value <= bar}
+        interval = figures["intervals"].get(name, [value, value])
+        low, high = (math.inf if end is None else end for end in interval)
+        verdict = None if value is None else Ratio(value, low, high).judge("at most", bar)
+        found[name] = {"bar": f"at most {bar:g}", "value": value, "interval": interval, "verdict": verdict}
     return found
+
+
+def _medians(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """By part; a cycle that doesn't have it has 0."""
+    names = dict.fromkeys(name for one in seconds for name in one)
+    return {name: round(statistics.median(one.get(name, 0.0) for one in seconds), 2) for name in names}
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:
@@ -290,6 +411,61 @@ class Loop:
         return [cycle for cycle in self.cycles.values() if cycle["status"] == "promoted"]
 
 
+class CycleProcesses:
+    """The processes of `millrace cycle` below another process, as they come and go. A context manager."""
+
+    def __init__(self, root: int) -> None:
+        self.spans: list[Span] = []
+        self._root, self._stop = root, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        poll, running = select.poll(), dict[int, tuple[int, int]]()  # descriptor: pid, its place in spans
+        while not self._stop.is_set():
+            for pid in cycle_processes(self._root):
+                if pid not in [known for known, _ in running.values()]:
+                    try:
+                        launched, descriptor = launched_at(pid), os.pidfd_open(pid)
+                    except OSError:
+                        continue  # it has ended
+                    poll.register(descriptor, select.POLLIN)
+                    running[descriptor] = pid, len(self.spans)
+                    self.spans.append(Span(launched))
+            for descriptor, _ in poll.poll(SCAN_S * 1e3):
+                _, place = running.pop(descriptor)
+                self.spans[place] = Span(self.spans[place].launched, time.time())
+                poll.unregister(descriptor)
+                os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+
+def cycle_processes(root: int) -> list[int]:
+    """Of the processes below this one those that a scheduler launched as cycles, without what is below them."""
+    found, inside = list[int](), set[int]()
+    with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(root).children(recursive=True):  # parents come first
+            with suppress(psutil.NoSuchProcess):
+                is_cycle = " ".join(process.cmdline()).split()[-1:] == ["cycle"]
+                if process.ppid() not in inside and is_cycle:
+                    found.append(process.pid)
+                if process.ppid() in inside or is_cycle:
+                    inside.add(process.pid)
+    return found
+
+
+def launched_at(pid: int) -> float:
+    """When a process began, in Unix time, to a hundredth of a second. psutil's time is a whole second's off or less."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def run_anyway(*arguments: str, folder: Path) -> str:
     """What a command prints whose exit code says what it found: status ends with 1 while the server starts, say."""
     done = subprocess.run([MILLRACE, *arguments], capture_output=True, text=True, timeout=120, check=False, cwd=folder)
@@ -303,15 +479,18 @@ def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict
     lines = (json.dumps({"id": str(i), "prompt": prompt(order)}) + "\n" for i in range(ITEMS))
     (folder / "home").mkdir()
     (folder / "home" / "suite.jsonl").write_text("".join(lines))
-    port, loop, swaps = free_port(), Loop(folder), dict[int, float]()
+    port, loop, swaps = free_port(), Loop(folder), dict[int, dict[str, Any]]()
     settings = OPTIONS | {"serve.port": str(port)} | options
     flags = list(itertools.chain(*((f"--{name}", value) for name, value in settings.items())))
     began = time.monotonic()
-    with Server([MILLRACE, "up", "./model", *flags], port, folder / "up.log") as server:
+    with (
+        Server([MILLRACE, "up", "./model", *flags], port, folder / "up.log") as server,
+        CycleProcesses(server.process.pid) as processes,
+    ):
         print(f"serves after {time.monotonic() - began:.1f} s", flush=True)
         with Users(server.url, users) as seen:
             looked = 0
-            while len(loop.promoted) < cycles or max(one["candidate"] for one in loop.promoted) not in seen.first:
+            while not enough(loop, processes.spans, seen, cycles):
                 if server.process.poll() is not None:
                     raise SystemExit(f"it ended: see {folder / 'up.log'}")
                 if time.monotonic() - began > LONGEST_S:
@@ -324,24 +503,50 @@ def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict
                     time.sleep(0.5)
                 looked = len(seen.first)
                 loop.look()
-                for swap in httpx.get(f"{server.url}/policy", timeout=30).json()["swaps"]:
-                    swaps[swap["to"]] = (swap["prepare_ms"] + swap["hold_ms"]) / 1e3
-        query = "SELECT response_id, epoch(min(scored_at)) AS at FROM rewards GROUP BY response_id"
-        rows = map(json.loads, run("lake", "sql", "--format", "jsonl", query, folder=folder).splitlines())
-        scored = {row["response_id"]: row["at"] for row in rows}
-        policies = json.loads(run("policies", "--json", folder=folder))
+                swaps |= {swap["to"]: swap for swap in httpx.get(f"{server.url}/policy", timeout=30).json()["swaps"]}
+        scored: dict[str, list[float]] = {}
+        for row in sql("SELECT response_id, epoch(scored_at) AS at FROM rewards WHERE reward IS NOT NULL", folder):
+            scored.setdefault(row["response_id"], []).append(row["at"])
+        policies = {one["version"]: one for one in json.loads(run("policies", "--json", folder=folder))}
+        reward_models = {
+            str((folder / one["path"]).resolve()): one["lineage"]
+            for one in json.loads(run("reward-models", "--json", folder=folder))
+        }
+        thumbs = {
+            one["candidate"]: thumbs_at(lake_versions(policies[one["candidate"]], reward_models), folder)
+            for one in loop.promoted
+        }
     for failure in seen.failures[:5]:
         print(f"failed: {failure}", flush=True)
-    promoted = promotions(list(loop.cycles.values()), policies, swaps, seen.first)
+    promoted = promotions(list(loop.cycles.values()), processes.spans, policies, swaps, seen.first, thumbs)
     ends = [cycle["status"] for cycle in loop.cycles.values() if cycle["status"] != "skipped"]
     return summary(seen, scored, promoted) | {"ends": {end: ends.count(end) for end in dict.fromkeys(ends)}}
+
+
+def enough(loop: Loop, spans: Sequence[Span], seen: Seen, cycles: int) -> bool:
+    """Whether as many cycles have promoted, their processes have ended, and the last one's policy has answered."""
+    ended = [one for one in loop.promoted if (span := span_of(one, spans)) is not None and span.ended < math.inf]
+    return len(ended) >= cycles and max(one["candidate"] for one in ended) in seen.first
+
+
+def thumbs_at(versions: Mapping[str, int], folder: Path) -> set[str]:
+    """The responses that have a thumb, and a reward, at these versions of the lake's tables."""
+    query = "SELECT DISTINCT response_id FROM rewards SEMI JOIN feedback USING (response_id) WHERE reward IS NOT NULL"
+    return {row["response_id"] for row in sql(query, folder, versions)}
+
+
+def sql(query: str, folder: Path, versions: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
+    """Rows of the lake as it is, or as it was at these versions of its tables."""
+    pinned = [word for table, version in (versions or {}).items() for word in ("--version", f"{table}={version}")]
+    rows = run("lake", "sql", "--format", "jsonl", *pinned, query, folder=folder)
+    return [json.loads(line) for line in rows.splitlines()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=10, help="cycles that promote")
     parser.add_argument("--users", type=int, default=USERS, help="users that ask at once")
-    parser.add_argument("--starts", type=int, default=2, help="starts of each server for ready_over_vllm; 0: none")
+    parser.add_argument("--starts", type=int, default=6, help="starts of each server for ready_over_vllm; 0: none")
     parser.add_argument("--folder", type=Path, help="where to leave all of it; emptied first")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more settings")
     arguments = parser.parse_args()
@@ -354,8 +559,9 @@ def main() -> None:
         if arguments.starts:
             print(json.dumps(figures), flush=True)
             starts = bench_start.measure(Path(temporary), arguments.starts)
-            figures |= {"ready_over_vllm": starts["ratio_seconds"], "ready_range": starts["ratio_seconds_range"]}
-    figures["bars"] = bars(figures)
+            figures["ready_over_vllm"] = starts["ratio_seconds"]
+            figures["intervals"]["ready_over_vllm"] = starts["ratio_seconds_interval"]
+    figures |= {"bars": judged(figures, BARS), "shown": judged(figures, SHOWN)}
     print(json.dumps(figures))
     sys.exit(0 if figures["cycles"] >= arguments.cycles and not figures["failed"] else 1)
 

@@ -38,14 +38,19 @@ _PAGE_BYTES: Final = 32768
 _CHECKPOINT_PAGES: Final = 4096
 
 
-def connect(path: Path, *, tuned: bool = False) -> sqlite3.Connection:
-    """A connection that commits when it is told to. ``tuned``: pages and checkpoints as large as is fastest."""
+def connect(path: Path, *, alone: bool = False) -> sqlite3.Connection:
+    """A connection that commits when it is told to.
+
+    alone: no other one comes; its locks stay, its index of the WAL is in memory of its own, and pages and checkpoints
+    are as large as is fastest.
+    """
     connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-    if tuned:
+    if alone:
         connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
-    if tuned:
+    if alone:
         connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
     connection.execute(f"CREATE TABLE IF NOT EXISTS interactions ({', '.join(_COLUMNS)})")
     return connection
@@ -65,12 +70,12 @@ def values(row: dict[str, Any]) -> list[Any]:
 
 
 class SqliteGroups:
-    """SQLite with group commit: tasks queue rows, one thread inserts all that wait and commits once."""
+    """SQLite with group commit: tasks convert and queue rows, one thread inserts all that wait and commits once."""
 
     def __init__(self, path: Path) -> None:
-        self._connection = connect(path, tuned=True)
+        self._connection = connect(path, alone=True)
         self._condition = threading.Condition()
-        self._queue: list[tuple[dict[str, Any], asyncio.Future[None]]] = []
+        self._queue: list[tuple[list[Any], asyncio.Future[None]]] = []
         self._closing = False
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -79,8 +84,9 @@ class SqliteGroups:
     async def append(self, row: dict[str, Any]) -> None:
         """Return when the row is on disk."""
         waiter: asyncio.Future[None] = self._loop.create_future()
+        converted = values(row)  # while the disk has the rows before
         with self._condition:
-            self._queue.append((row, waiter))
+            self._queue.append((converted, waiter))
             if len(self._queue) == 1:
                 self._loop.call_soon(self._wake)  # when the tasks that are ready have queued their rows, too
         await waiter
@@ -104,7 +110,7 @@ class SqliteGroups:
             if not taken:
                 return
             self._connection.execute("BEGIN IMMEDIATE")
-            self._connection.executemany(_INSERT, [values(row) for row, _ in taken])
+            self._connection.executemany(_INSERT, [row for row, _ in taken])
             self._connection.execute("COMMIT")
             self._loop.call_soon_threadsafe(_resolve, [waiter for _, waiter in taken])
 
@@ -125,25 +131,29 @@ def _resolve(waiters: list[asyncio.Future[None]]) -> None:
 
 def sqlite_commit_per_row(path: Path, pool: Sequence[dict[str, Any]], writers: int, seconds: float) -> float:
     """Rows a second that as many threads commit, each a row at a time on a connection of its own."""
-    connect(path).close()
-    counts = [0] * writers
-    started = time.perf_counter()
-    end = started + seconds
+    connections = [connect(path) for _ in range(writers)]
+    counts, ready = [0] * writers, threading.Barrier(writers + 1)
 
     def write(number: int) -> None:
-        connection, at = connect(path), number
+        connection, at = connections[number], number
+        ready.wait(_BUSY_S)
+        end = time.perf_counter() + seconds
         while time.perf_counter() < end:
             connection.execute(_INSERT, values(pool[at % len(pool)]))
             counts[number] += 1
             at += writers
-        connection.close()
 
     threads = [threading.Thread(target=write, args=(number,), daemon=True) for number in range(writers)]
     for thread in threads:
         thread.start()
+    ready.wait(_BUSY_S)
+    started = time.perf_counter()
     for thread in threads:
         thread.join(seconds + _BUSY_S)
-    return sum(counts) / (time.perf_counter() - started)
+    elapsed = time.perf_counter() - started
+    for connection in connections:
+        connection.close()
+    return sum(counts) / elapsed
 
 
 def disk(path: Path, groups: Sequence[memoryview]) -> float:

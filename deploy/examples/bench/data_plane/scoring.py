@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -10,11 +14,12 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from feedback.config import FeedbackConfig
+from feedback.config import FeedbackConfig, LakeConfig
 from feedback.lake.tables import Lake
 from feedback.schema import TABLES, conform
 from feedback.scoring.run import score
 
+_SAMPLES = 3  # of the rate of scoring the whole history
 _COMMIT_ROWS = 250_000
 _TOKENS = (6, 2)
 _THUMBED = 3  # one response in three has a thumb
@@ -52,39 +57,58 @@ FROM range({low}, {high}) AS numbers(i) WHERE i % {thumbed} = 0
 def scoring(
     folder: Path, config: FeedbackConfig, *, history: int, small: int, fresh: int, turns: int
 ) -> dict[str, Any]:
-    """Score a history at once, then ``fresh`` new rows beside it and beside a ``small`` one, in turns; the seconds.
+    """Score a history at once, then what is new beside it and beside a ``small`` one, in turns; the seconds.
 
-    ``late``: the same with thumbs on a hundred responses from all over the history among the new rows.
+    ``new``: ``fresh`` rows; ``late``: thumbs alone, on a hundred responses from all over the history. Each is measured
+    on a fresh copy of the history, so that neither grows with the turns. ``scoring_rows_per_s``: of the history, scored
+    in several copies of it.
     """
-    sizes = {"large": history, "small": small}
-    lakes = {name: Lake(str(folder / name), config.lake) for name in sizes}
-    first: dict[str, float] = {}
-    for name, lake in lakes.items():
-        lake.create()
-        fill(lake, 0, sizes[name])
+
+    def scoring_of(lake: Lake, rows: int) -> float:
         started = time.perf_counter()
         scored = score(lake, config.scoring, config.kinds).scored
-        first[name] = time.perf_counter() - started
-        _expect(scored, sizes[name])
+        elapsed = time.perf_counter() - started
+        if scored != rows:
+            raise AssertionError(f"{scored} responses were scored, not {rows}")
+        return elapsed
+
+    sizes, rates = {"large": history, "small": small}, list[float]()
+    for name, size in sizes.items():
+        lake = Lake(str(folder / name), config.lake)
+        lake.create()
+        fill(lake, 0, size)
+    for _ in range(_SAMPLES - 1):
+        with _copy(folder / "large", config.lake) as lake:
+            rates.append(history / scoring_of(lake, history))
+    rates.append(history / scoring_of(Lake(str(folder / "large"), config.lake), history))
+    scoring_of(Lake(str(folder / "small"), config.lake), small)
     seconds: dict[str, list[float]] = {f"{name} {kind}": [] for kind in ("new", "late") for name in sizes}
-    ends = dict(sizes)
     for turn in range(turns):
         for kind in ("new", "late"):
-            for name, lake in lakes.items() if turn % 2 == 0 else reversed(lakes.items()):
-                fill(lake, ends[name], ends[name] + fresh)
-                late = _late(lake, sizes[name], turn) if kind == "late" else 0
-                ends[name] += fresh
-                started = time.perf_counter()
-                scored = score(lake, config.scoring, config.kinds).scored
-                seconds[f"{name} {kind}"].append(time.perf_counter() - started)
-                _expect(scored, fresh + late)
+            for name in sizes if turn % 2 == 0 else reversed(sizes):
+                with _copy(folder / name, config.lake) as lake:
+                    if kind == "new":
+                        fill(lake, sizes[name], sizes[name] + fresh)
+                    rows = fresh if kind == "new" else _late(lake, sizes[name], turn)
+                    seconds[f"{name} {kind}"].append(scoring_of(lake, rows))
     return {
         "history": history,
-        "scoring_rows_per_s": history / first["large"],
+        "scoring_rows_per_s": rates,
         "fresh_rows": fresh,
         "seconds": seconds,
         "memory_limit": config.scoring.memory_limit,
     }
+
+
+@contextmanager
+def _copy(folder: Path, config: LakeConfig) -> Iterator[Lake]:
+    """A lake of the same files, by hard links: no file of a lake is ever written again, only replaced."""
+    copy = folder.with_name(f"{folder.name}-copy")
+    shutil.copytree(folder, copy, copy_function=os.link)
+    try:
+        yield Lake(str(copy), config)
+    finally:
+        shutil.rmtree(copy)
 
 
 def fill(lake: Lake, low: int, high: int, *, tokens: tuple[int, int] = _TOKENS) -> None:
@@ -117,8 +141,3 @@ def _rows(table: str, sql: str, low: int, high: int, tokens: tuple[int, int] = _
     with duckdb.connect() as connection:
         rows = connection.sql(sql.format(**values)).to_arrow_table()
     return conform(rows, TABLES[table])
-
-
-def _expect(scored: int, wanted: int) -> None:
-    if scored != wanted:
-        raise AssertionError(f"{scored} responses were scored, not {wanted}")

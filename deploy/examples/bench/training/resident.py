@@ -3,7 +3,10 @@
 Run as ``python -m deploy.examples.bench.training.resident``. A cycle here is one training of one step, and the answers
 of its candidate and its parent; the next trains from that candidate. Memory is that of all processes of the workers,
 Ray's included, shared pages in parts (PSS), once they are asleep; ``mib_each`` what it grows by per cycle after the
-first five (least squares). The last line is JSON.
+first ten, which fill caches (least squares), and ``growth`` what that comes to from the eleventh cycle to the last,
+over what the eleventh has on that line. The bar is a growth of 2 %; it is met or missed if all of the 95 % interval
+says so (Student's t on the slope, as if the cycles' deviations from the line were independent), and undecided
+otherwise. The last line is JSON; the exit code is 1 unless the bar is met.
 """
 
 from __future__ import annotations
@@ -11,13 +14,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+from scipy.special import stdtrit
 from transformers import AutoTokenizer
 
 from deploy.config import root
@@ -33,7 +40,49 @@ from train.context import JobContext
 from train.launch import run_job
 
 _CACHE = {"max_model_len": 64, "kv_cache_bytes": 16 * 2**20}
-_SETTLED = 5
+SETTLED: Final = 10
+"""Cycles that fill caches, and don't count."""
+MOST_GROWTH: Final = 0.02
+CONFIDENCE: Final = 0.95
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What memory grows by per cycle, with its interval, and over ``cycles`` relative to the first of them."""
+
+    mib_each: float
+    low: float
+    high: float
+    first_mib: float
+    cycles: int
+
+    @classmethod
+    def of(cls, mib: Sequence[float]) -> Growth:
+        """Of at least three cycles, by least squares."""
+        number = np.arange(len(mib))
+        (each, first), spread = np.polyfit(number, mib, 1), np.sum((number - number.mean()) ** 2)
+        rest = np.sum((np.asarray(mib) - (first + each * number)) ** 2) / (len(mib) - 2)
+        half = float(stdtrit(len(mib) - 2, (1 + CONFIDENCE) / 2) * np.sqrt(rest / spread))
+        return cls(float(each), float(each) - half, float(each) + half, float(first), len(mib))
+
+    def over_all(self, each: float) -> float:
+        """What so many MiB per cycle come to, over what the first cycle has."""
+        return each * (self.cycles - 1) / self.first_mib
+
+    @property
+    def verdict(self) -> str:
+        low, high = self.over_all(self.low), self.over_all(self.high)
+        return "met" if high <= MOST_GROWTH else "missed" if low > MOST_GROWTH else "undecided"
+
+    def figures(self) -> dict[str, Any]:
+        growth = [round(self.over_all(each), 4) for each in (self.mib_each, self.low, self.high)]
+        return {
+            "mib_each": round(self.mib_each, 3),
+            "mib_each_interval": [round(self.low, 3), round(self.high, 3)],
+            "growth": growth[0],
+            "growth_interval": growth[1:],
+            "bar": {"bar": f"growth at most {MOST_GROWTH:g}", "verdict": self.verdict},
+        }
 
 
 def main() -> None:
@@ -41,6 +90,8 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=50)
     parser.add_argument("--anew", type=int, default=2, help="cycles with new workers each, to compare with")
     arguments = parser.parse_args()
+    if arguments.cycles < SETTLED + 3:
+        parser.error(f"--cycles: at least {SETTLED + 3}, the first {SETTLED} don't count")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         home = Path(folder)
         prepare(home)
@@ -50,15 +101,16 @@ def main() -> None:
             with resident.serving(settings):
                 kept = [cycle(settings, enabled=True) for _ in range(arguments.cycles)]
     mib = [one["mib"] for one in kept]
-    settled = mib[_SETTLED:] if len(mib) > _SETTLED + 1 else mib
+    growth = Growth.of(mib[SETTLED:])
     result: dict[str, Any] = {"cycles": len(kept), "mib_first": mib[0], "mib_last": mib[-1], "mib_most": max(mib)}
-    result["mib_each"] = round(float(np.polyfit(range(len(settled)), settled, 1)[0]), 3) if len(settled) > 1 else 0.0
+    result |= growth.figures()
     for name in ("train_s", "evaluate_s"):
         result[name] = {
-            "resident": round(float(np.median([one[name] for one in kept[1:] or kept])), 2),
+            "resident": round(float(np.median([one[name] for one in kept[1:]])), 2),
             "new": round(float(np.median([one[name] for one in anew])), 2) if anew else None,
         }
     print(json.dumps(result))
+    sys.exit(0 if growth.verdict == "met" else 1)
 
 
 def prepare(home: Path) -> None:
