@@ -30,12 +30,12 @@ from train.planner.step_time import copied_bytes
 
 _WIDEST: Final = 1024  # beyond it rates are much the same, and slow to find
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_ENTRIES: Final = 2048  # of the small models' vocabulary
+_ENTRIES: Final = 8192  # of the small models' vocabulary
 _PROMPTS: Final = 3  # with four responses each
 _RESPONSES: Final = 4
 _PROMPT: Final = 32  # tokens of each
 _RESPONSE: Final = 97
-_CALLS: Final = 8
+_CALLS: Final = 6
 
 
 def measure_cpu(

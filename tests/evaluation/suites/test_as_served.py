@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from evaluation.config import EngineConfig, EvaluationConfig
 from evaluation.engine import OfflineEngine, Work
@@ -82,6 +83,14 @@ def test_the_gate_computes_in_the_servers_type_and_its_greedy_answers_are_the_se
     assert [g.token_ids for g in judged] == [g.token_ids for g in answers]
     assert [(g.text, g.finish_reason) for g in judged] == [(g.text, g.finish_reason) for g in answers]
     assert any(answer.token_ids[-1] == 12 for answer in answers), "the second token that ends a response never came"
+
+
+def test_a_response_that_is_cut_within_a_character_has_all_of_its_text(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path / "model", 1, letters="Ã", eos=False)  # the first of two bytes of a character
+    with OfflineEngine(model, EngineConfig(kv_cache_bytes=8 * MIB)) as engine:
+        [answer] = engine.run(Work(greedy=[[2, 2]]), max_tokens=8, seed=0).greedy
+    assert 2 in answer.token_ids
+    assert answer.text == AutoTokenizer.from_pretrained(model).decode(answer.token_ids, skip_special_tokens=True)
 
 
 def test_an_engine_starts_with_the_longest_context_that_is_worked_out_for_its_cache(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def test_a_cpus_rates_are_measured_and_leave_no_process_group_behind() -> None:
         made.append(config)
         return causal_lm(config)
 
-    small = GPT2Config(n_embd=64, n_layer=3, n_head=2, vocab_size=5000)
+    small = GPT2Config(n_embd=64, n_layer=3, n_head=2, vocab_size=9000)
     machine = measure_cpu(2, model=small, make=make)
-    assert {(of.model_type, of.hidden_size, of.vocab_size) for of in made} == {("gpt2", 64, 2048)}
+    assert {(of.model_type, of.hidden_size, of.vocab_size) for of in made} == {("gpt2", 64, 8192)}
     assert (machine.devices, machine.kind, machine.name) == (2, "cpu", "this CPU")
     rates = (
         machine.flops,

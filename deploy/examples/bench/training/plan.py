@@ -3,11 +3,10 @@
 Real workers (actor, reference, critic) train models with random weights over gloo, in one process per rank, and each
 configuration's second step is measured: memory as the growth of a rank's resident memory from before its models were
 built to its peak, where freed blocks go back to the system at once; seconds as the median of the steps after it.
-``memory_error`` and ``time_error`` are predicted over measured, less one. The machine's rates are measured before and
-after each configuration, by as many ranks at once, as its speed drifts; what is predicted is the geometric mean of
-both. There is no mixture among them: torch's grouped matrix products on a CPU keep
-memory for every new shape, so that a process grows with each step whatever training does. The last line printed is one
-JSON object.
+``memory_error`` and ``time_error`` are predicted over measured, less one. The machine's rates are measured by the same
+ranks in turns with the steps, as its speed drifts; what is predicted is the geometric mean over the turns. There is no
+mixture among them: torch's grouped matrix products on a CPU keep memory for every new shape, so that a process grows
+with each step whatever training does. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,7 +53,7 @@ from train.workers.reference import ReferenceWorker
 BARS: Final = {"memory_error_max": 0.10, "time_error_max": 0.25}
 TIMEOUT_S: Final = 1800
 RATES: Final = ("flops", "float32_share", "parameter_s", "touched", "operation_s", "unit_s", "bandwidth", "link")
-STEPS: Final = 5  # timed
+TURNS, STEPS = 2, 3  # timed: so many turns of so many steps
 LENGTHS: Final = {"prompt_tokens": 32, "response_tokens": 97, "group_size": 4}
 PROMPTS: Final = 4  # of a rank's batch
 FEWER_PROMPTS: Final = {"qwen3-370M": 1}
@@ -149,13 +147,11 @@ def main() -> None:
     """Measure, print, and exit 1 if a bar is missed."""
     parser = argparse.ArgumentParser(description="What a plan predicts against what training takes.")
     parser.add_argument("--only", default="", help="run the cases whose line has this in it")
-    parser.add_argument("--rates-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--in-rank", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    for file, run_in_rank in ((arguments.rates_of, rates), (arguments.in_rank, in_rank)):
-        if file is not None:
-            run_in_rank(file)
-            return
+    if arguments.in_rank is not None:
+        in_rank(arguments.in_rank)
+        return
     found = list(run_cases([case for case in cases_here() if arguments.only in title(*case)]))
     result = {
         "memory_error_max": max(abs(case["memory_error"]) for case in found),
@@ -191,12 +187,10 @@ def run_cases(cases: list[tuple[str, int, dict[str, Any]]]) -> Iterator[dict[str
             file = Path(folder) / "case.json"
             spec |= {"train": {"ranks": ranks, **_UNSAMPLED, **settings}}
             module = "deploy.examples.bench.training.plan"
-            for option, into in (("--rates-of", "machine"), ("--in-rank", "case")):  # rates take memory in a process
-                file.write_text(json.dumps(spec))
-                spec[into] = measured_in_ranks(module, ranks, [option, str(file)], file.read_text())
-            case = spec["case"]
+            file.write_text(json.dumps(spec))
+            case = measured_in_ranks(module, ranks, ["--in-rank", str(file)], file.read_text())
             print(line(case), flush=True)
-            yield {**case, "rates": {name: spec["machine"][name] for name in RATES}}
+            yield case
 
 
 def title(model: str, ranks: int, settings: dict[str, Any]) -> str:
@@ -244,18 +238,6 @@ def measured_in_ranks(module: str, ranks: int, options: list[str], what: str) ->
 # ----------------------------------------------------------------------------------------------------- in a rank
 
 
-def rates(file: Path) -> None:
-    """Measure this machine for the case in ``file``; rank 0 prints it."""
-    torch.set_num_threads(1)
-    join_torchruns_ranks()
-    spec = json.loads(file.read_text())
-    config = TrainConfig.model_validate(spec["train"])
-    machine = this_machine(spec["ranks"], config.dtype, read_config(Path(spec["policy"])))
-    if torch.distributed.get_rank() == 0:
-        print(json.dumps(asdict(machine)), flush=True)
-    torch.distributed.destroy_process_group()
-
-
 def in_rank(file: Path) -> None:
     """Predict and measure the case in ``file``; rank 0 prints it."""
     exact_resident_memory()
@@ -263,20 +245,22 @@ def in_rank(file: Path) -> None:
     join_torchruns_ranks()
     spec = json.loads(file.read_text())
     config, policy = TrainConfig.model_validate(spec["train"]), Path(spec["policy"])
-    machine = Machine(**spec["machine"])
     prompts = FEWER_PROMPTS.get(policy.name, PROMPTS) if device_type() == "cpu" else PROMPTS
     workload = Workload(prompts=prompts * config.data_parallel_ranks, **LENGTHS)
     models = models_of(read_config(policy), config, device_type())
-    predicted = plan(config, models, machine, workload)
     vocabulary = 4096
     part = batch_parts(spec["ranks"], **mesh_sizes(config, spec["ranks"]))[torch.distributed.get_rank()]
     warm_up = a_batch(config, 1, vocabulary, seed=part)
     run(policy, config, warm_up, warm_up=True)  # libraries and threads take memory once
     gc.collect()
-    rose, seconds = run(policy, config, a_batch(config, prompts, vocabulary, seed=part))
-    rose, seconds = int(most(rose)), most(seconds)
-    later = plan(config, models, this_machine(spec["ranks"], config.dtype, read_config(policy)), workload)
-    expected = math.sqrt(predicted.seconds * later.seconds)
+    step, rose = run(policy, config, a_batch(config, prompts, vocabulary, seed=part))
+    machines, taken = list[Machine](), list[float]()
+    for _ in range(TURNS):
+        taken += [most(timed(step)) for _ in range(STEPS)]
+        machines.append(this_machine(spec["ranks"], config.dtype, read_config(policy)))
+    plans = [plan(config, models, machine, workload) for machine in machines]
+    predicted, rose, seconds = plans[-1], int(most(rose)), statistics.median(taken)
+    expected = statistics.geometric_mean(each.seconds for each in plans)
     result = {
         "title": spec["title"],
         "phase": predicted.peak.name,
@@ -286,7 +270,9 @@ def in_rank(file: Path) -> None:
         "memory_error": round(predicted.peak.bytes / rose - 1, 4),
         "phases": {phase.name: round(phase.cost.seconds, 4) for phase in predicted.phases},
         "seconds_predicted": round(expected, 4),
-        "seconds_predicted_before_and_after": [round(predicted.seconds, 4), round(later.seconds, 4)],
+        "seconds_predicted_each": [round(each.seconds, 4) for each in plans],
+        "seconds_each": [round(each, 4) for each in taken],
+        "rates": {name: [getattr(machine, name) for machine in machines] for name in RATES},
         "seconds": round(seconds, 4),
         "time_error": round(expected / seconds - 1, 4),
     }
@@ -304,8 +290,10 @@ def this_machine(ranks: int, dtype: str, model: PretrainedConfig) -> Machine:
     return replace(preset, name=properties.name, devices=ranks, memory=properties.total_memory)
 
 
-def run(policy: Path, config: TrainConfig, batch: PackedBatch, *, warm_up: bool = False) -> tuple[float, float]:
-    """(bytes by which memory rose at most in the second step, median seconds of those after it)."""
+def run(
+    policy: Path, config: TrainConfig, batch: PackedBatch, *, warm_up: bool = False
+) -> tuple[Callable[[], None], float]:
+    """(a step, bytes by which memory rose at most in the second one)."""
     before = resident()
     peers: dict[str, Any] = {}
     actor = peers["actor"] = ActorWorker(policy=policy, config=config, peers=peers)
@@ -323,7 +311,7 @@ def run(policy: Path, config: TrainConfig, batch: PackedBatch, *, warm_up: bool 
 
     step()
     if warm_up:
-        return 0.0, 0.0
+        return step, 0.0
     gc.collect()
     held = resident()
     with peak_memory() as extra:
@@ -331,7 +319,7 @@ def run(policy: Path, config: TrainConfig, batch: PackedBatch, *, warm_up: bool 
     if device_type() == "cpu":
         keep_freed_memory()
     step()
-    return held - before + extra[0], statistics.median(timed(step) for _ in range(STEPS))
+    return step, held - before + extra[0]
 
 
 def a_batch(config: TrainConfig, prompts: int, vocabulary: int, *, seed: int) -> PackedBatch:
