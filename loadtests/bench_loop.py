@@ -11,10 +11,11 @@ learned from it → published → verdict → first answer by that policy that a
 the versions of the lake that its record and its reward model's name have the thumb and its reward; which of their rows
 a step drew is not on record. Thumbs that no promoted policy has learned from are not timed.
 
-``cycle_over_work`` is a promoted cycle's seconds, from the launch of its process to its end, over those of the work
-alone, as cycles and the server record it: sampling, updates (of the policy and the reward model), the answers of the
-evaluation, and copying (publishing up to the manifest, and the swap's exchange). ``work_by_part_s`` are the parts that
-count, ``not_counted_s`` those that don't: medians over the cycles. ``ready_over_vllm`` is ``make bench-start``'s ratio.
+``cycle_over_work`` is a promoted cycle's seconds, from the end of the cycle before it to its own, over those of the
+work alone, as cycles and the server record it: sampling, updates (of the policy and the reward model), the answers of
+the evaluation, and copying (publishing up to the manifest, and the swap's exchange). ``work_by_part_s`` are the parts
+that count, ``not_counted_s`` those that don't: medians over the cycles. ``ready_over_vllm`` is ``make bench-start``'s
+ratio.
 
 ``intervals`` are at 95 %: Student's t on the ratios' logarithms, for thumbs a bootstrap over the policies that learned
 from them. A bar is met or missed if all of the interval says so,
@@ -27,9 +28,7 @@ import argparse
 import itertools
 import json
 import math
-import os
 import random
-import select
 import shutil
 import statistics
 import subprocess
@@ -39,15 +38,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import httpx
 import numpy as np
-import psutil
 
 from loadtests import bench_start
 from loadtests.letters import LETTERS, mean_place
@@ -57,7 +54,7 @@ from loadtests.tiny_model import make_model_folder
 
 LONGEST_S: Final = 1500.0
 POLL_S, SOON_S = 20.0, 3.0
-SCAN_S: Final = 1.0
+LAUNCH_S: Final = 5.0
 USERS, PACE_S, TOKENS = 4, 0.3, 24
 ITEMS: Final = 8000
 REMEMBERED: Final = 30
@@ -171,14 +168,6 @@ def prompt(order: random.Random) -> str:
 
 
 @dataclass(frozen=True)
-class Span:
-    """From the launch of a cycle's process to its end, in seconds of Unix time."""
-
-    launched: float
-    ended: float = math.inf
-
-
-@dataclass(frozen=True)
 class Promotion:
     """A cycle that promoted, in seconds of Unix time: when its training began, and when the rest was done.
 
@@ -200,21 +189,20 @@ class Promotion:
 
 def promotions(
     cycles: Sequence[dict[str, Any]],
-    spans: Sequence[Span],
     policies: Mapping[int, dict[str, Any]],
     swaps: Mapping[int, dict[str, Any]],
     first: Mapping[int, float],
     thumbs: Mapping[int, Collection[str]],
 ) -> list[Promotion]:
-    """Of the cycles, those that have ended and whose policy has answered.
+    """Of the cycles, those whose policy has answered.
 
     Cycles are as of `status --json`; ``policies`` (`policies --json`), ``swaps`` (GET /policy), ``first`` (the time of
     the first answer) and ``thumbs`` (the responses with a thumb that it learned from) are by version.
     """
     found = []
     for cycle in sorted(cycles, key=lambda one: one["number"]):
-        version, span = cycle["candidate"], span_of(cycle, spans)
-        if cycle["status"] != "promoted" or version not in first or span is None or span.ended == math.inf:
+        version = cycle["candidate"]
+        if cycle["status"] != "promoted" or version not in first:
             continue
         stages = {stage["name"]: stage for stage in cycle["stages"]}
         trained = [stage for stage in cycle["stages"] if stage["name"].startswith(("train", "reward-model"))]
@@ -228,7 +216,7 @@ def promotions(
                 published=published,
                 verdict=_at(stages["evaluate"]["started_at"], stages["evaluate"]["seconds"]),
                 answered=first[version],
-                seconds=span.ended - span.launched,
+                seconds=_at(cycle["finished_at"]) - began_at(cycle, cycles),
                 work=work,
                 not_counted=not_counted,
                 thumbs=thumbs[version],
@@ -237,9 +225,12 @@ def promotions(
     return found
 
 
-def span_of(cycle: dict[str, Any], spans: Sequence[Span]) -> Span | None:
-    """That of the process which wrote the cycle's record."""
-    return next((span for span in spans if span.launched <= _at(cycle["started_at"]) <= span.ended), None)
+def began_at(cycle: dict[str, Any], cycles: Sequence[dict[str, Any]]) -> float:
+    """When the cycle before it ended: so its launch counts, the scheduler's interval, and what the one before still did
+    behind its own end. That of a cycle which waited for something to do is its own start less LAUNCH_S."""
+    started = _at(cycle["started_at"])
+    ends = [_at(one["finished_at"]) for one in cycles if one["number"] < cycle["number"]]
+    return max([started - LAUNCH_S, *ends])
 
 
 def parts(
@@ -411,61 +402,6 @@ class Loop:
         return [cycle for cycle in self.cycles.values() if cycle["status"] == "promoted"]
 
 
-class CycleProcesses:
-    """The processes of `millrace cycle` below another process, as they come and go. A context manager."""
-
-    def __init__(self, root: int) -> None:
-        self.spans: list[Span] = []
-        self._root, self._stop = root, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        poll, running = select.poll(), dict[int, tuple[int, int]]()  # descriptor: pid, its place in spans
-        while not self._stop.is_set():
-            for pid in cycle_processes(self._root):
-                if pid not in [known for known, _ in running.values()]:
-                    try:
-                        launched, descriptor = launched_at(pid), os.pidfd_open(pid)
-                    except OSError:
-                        continue  # it has ended
-                    poll.register(descriptor, select.POLLIN)
-                    running[descriptor] = pid, len(self.spans)
-                    self.spans.append(Span(launched))
-            for descriptor, _ in poll.poll(SCAN_S * 1e3):
-                _, place = running.pop(descriptor)
-                self.spans[place] = Span(self.spans[place].launched, time.time())
-                poll.unregister(descriptor)
-                os.close(descriptor)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(60)
-
-
-def cycle_processes(root: int) -> list[int]:
-    """Of the processes below this one those that a scheduler launched as cycles, without what is below them."""
-    found, inside = list[int](), set[int]()
-    with suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(root).children(recursive=True):  # parents come first
-            with suppress(psutil.NoSuchProcess):
-                is_cycle = " ".join(process.cmdline()).split()[-1:] == ["cycle"]
-                if process.ppid() not in inside and is_cycle:
-                    found.append(process.pid)
-                if process.ppid() in inside or is_cycle:
-                    inside.add(process.pid)
-    return found
-
-
-def launched_at(pid: int) -> float:
-    """When a process began, in Unix time, to a hundredth of a second. psutil's time is a whole second's off or less."""
-    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
 def run_anyway(*arguments: str, folder: Path) -> str:
     """What a command prints whose exit code says what it found: status ends with 1 while the server starts, say."""
     done = subprocess.run([MILLRACE, *arguments], capture_output=True, text=True, timeout=120, check=False, cwd=folder)
@@ -483,14 +419,11 @@ def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict
     settings = OPTIONS | {"serve.port": str(port)} | options
     flags = list(itertools.chain(*((f"--{name}", value) for name, value in settings.items())))
     began = time.monotonic()
-    with (
-        Server([MILLRACE, "up", "./model", *flags], port, folder / "up.log") as server,
-        CycleProcesses(server.process.pid) as processes,
-    ):
+    with Server([MILLRACE, "up", "./model", *flags], port, folder / "up.log") as server:
         print(f"serves after {time.monotonic() - began:.1f} s", flush=True)
         with Users(server.url, users) as seen:
             looked = 0
-            while not enough(loop, processes.spans, seen, cycles):
+            while len(loop.promoted) < cycles or max(one["candidate"] for one in loop.promoted) not in seen.first:
                 if server.process.poll() is not None:
                     raise SystemExit(f"it ended: see {folder / 'up.log'}")
                 if time.monotonic() - began > LONGEST_S:
@@ -518,15 +451,9 @@ def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict
         }
     for failure in seen.failures[:5]:
         print(f"failed: {failure}", flush=True)
-    promoted = promotions(list(loop.cycles.values()), processes.spans, policies, swaps, seen.first, thumbs)
+    promoted = promotions(list(loop.cycles.values()), policies, swaps, seen.first, thumbs)
     ends = [cycle["status"] for cycle in loop.cycles.values() if cycle["status"] != "skipped"]
     return summary(seen, scored, promoted) | {"ends": {end: ends.count(end) for end in dict.fromkeys(ends)}}
-
-
-def enough(loop: Loop, spans: Sequence[Span], seen: Seen, cycles: int) -> bool:
-    """Whether as many cycles have promoted, their processes have ended, and the last one's policy has answered."""
-    ended = [one for one in loop.promoted if (span := span_of(one, spans)) is not None and span.ended < math.inf]
-    return len(ended) >= cycles and max(one["candidate"] for one in ended) in seen.first
 
 
 def thumbs_at(versions: Mapping[str, int], folder: Path) -> set[str]:

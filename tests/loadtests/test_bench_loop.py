@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtests.bench_loop import (
-    CycleProcesses,
     Promotion,
     Seen,
-    Span,
     Thumb,
+    began_at,
     judged,
     lake_versions,
-    launched_at,
     parts,
     promotions,
     quantile,
-    span_of,
     summary,
     ways,
 )
@@ -91,10 +83,12 @@ def test_what_an_earlier_cycle_has_trained_is_no_work_of_the_one_that_takes_it_u
     assert not [name for name in work | not_counted if name.startswith("train")]
 
 
-def test_a_cycle_takes_from_the_launch_of_its_process_to_its_end() -> None:
-    spans = [Span(980, 990), Span(997, 1036), Span(1040)]
-    [found] = promotions([CYCLE], spans, {2: POLICY}, {2: SWAP}, {2: 1031.0}, {2: {"r"}})
-    assert found.seconds == 39
+def test_a_cycle_takes_from_the_end_of_the_one_before_to_its_own() -> None:
+    before = [
+        CYCLE | {"number": number, "status": "refused", "finished_at": at(end)} for number, end in ((1, 900), (2, 997))
+    ]
+    [found] = promotions([*before, CYCLE], {2: POLICY}, {2: SWAP}, {2: 1031.0}, {2: {"r"}})
+    assert found.seconds == 33
     assert (found.began, found.stepped, found.published, found.verdict, found.answered) == (
         1002,
         1015,
@@ -104,10 +98,8 @@ def test_a_cycle_takes_from_the_launch_of_its_process_to_its_end() -> None:
     )
 
 
-def test_a_cycle_whose_process_has_not_ended_is_not_timed_yet() -> None:
-    assert span_of(CYCLE, [Span(997)]) == Span(997, math.inf)
-    assert promotions([CYCLE], [Span(997)], {2: POLICY}, {2: SWAP}, {2: 1031.0}, {2: set()}) == []
-    assert span_of(CYCLE, [Span(1001, 1002), Span(990, 999)]) is None
+def test_a_cycle_that_waited_for_something_to_do_takes_no_longer_for_that() -> None:
+    assert began_at(CYCLE, [CYCLE]) == began_at(CYCLE, [CYCLE | {"number": 2, "finished_at": at(900)}]) == 995
 
 
 def test_a_reward_that_was_written_before_the_thumb_is_not_the_thumb_s() -> None:
@@ -165,24 +157,3 @@ def test_the_figures_say_what_of_a_cycle_is_outside_of_its_stages() -> None:
     assert found["thumb_to_policy_s"] == {"p50": 14, "p95": 14}
     assert (found["thumbs"], found["timed_thumbs"]) == (3, 2)
     assert set(found["intervals"]) == {"cycle_over_work", "thumb_to_policy_s.p50", "thumb_to_policy_s.p95"}
-
-
-def test_a_cycle_s_process_is_seen_from_its_launch_to_its_end_without_those_below_it(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import subprocess, sys\n"
-        "subprocess.run([sys.executable, __file__, 'inner', 'cycle'] if sys.argv[1] == 'outer' else ['sleep', '2'])\n"
-    )
-    launched = time.time()
-    with CycleProcesses(os.getpid()) as watched:
-        process = subprocess.Popen([sys.executable, str(script), "outer", "cycle"])
-        assert launched - 0.1 <= launched_at(process.pid) <= time.time()
-        process.wait(60)
-        ended = time.time()
-        for _ in range(100):
-            if watched.spans and watched.spans[-1].ended < math.inf:
-                break
-            time.sleep(0.1)
-    [span] = watched.spans
-    assert launched - 0.1 <= span.launched <= launched + 1
-    assert abs(span.ended - ended) < 1
