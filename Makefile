@@ -112,7 +112,7 @@ bench-gpu: setup       ## measure serving, training, weight sync, swaps and plan
 bench-tp: setup        ## measure training with tensor parallelism against FSDP alone, on two ranks; the last line is JSON
 	$(BIN)/python -m deploy.examples.bench.training.tensor_parallel $(ARGS)
 
-bench-plan: setup-tests  ## compare what a plan predicts with what training takes, in 32 configurations (two need torchao): about 15 minutes; the last line is JSON
+bench-plan: setup-tests  ## compare what a plan predicts with what training takes, in 32 configurations (two need torchao): half an hour or more; the last line is JSON
 	$(BIN)/python -m deploy.examples.bench.training.plan $(ARGS)
 
 learn: setup           ## prove that the algorithms learn: about 17 minutes; the last line is JSON

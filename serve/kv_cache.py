@@ -88,9 +88,10 @@ def fit(
         size = kv_cache_bytes or int(share * memory)
         return KVCache(max_model_len or -1, size)
     if max_model_len is not None and max_model_len > full:
+        original = any(_rope_type(part) in _TWO_FACTORS for part in _sections(config))
         raise ContextRefused(
             f"{section}.max_model_len={max_model_len} is more than the {full} tokens of context of the model in "
-            f"{policy} (with longrope: the original one): use at most {full}"
+            f"{policy}{' (with longrope: the original one)' if original else ''}: use at most {full}"
         )
     block = _BLOCK * token_bytes
     if kv_cache_bytes is None:
@@ -251,16 +252,21 @@ def _stretched(section: dict[str, Any], context: int) -> int:
     With longrope it is the original one. Beyond it there are other factors, which vLLM takes for every token once the
     context may be longer, and transformers for the passes alone in which a sequence is.
     """
-    scaling = section.get("rope_parameters") or section.get("rope_scaling")
-    if not isinstance(scaling, dict):
-        return context
-    kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in _TWO_FACTORS:
-        original = "original_max_position_embeddings"
+    scaling, original = _rope(section), "original_max_position_embeddings"
+    if _rope_type(section) in _TWO_FACTORS:
         return int(scaling.get(original) or section.get(original) or context)
-    if kind not in _STRETCHING:
+    if _rope_type(section) not in _STRETCHING:
         return context
-    return int((scaling.get("original_max_position_embeddings") or context) * float(scaling.get("factor") or 1))
+    return int((scaling.get(original) or context) * float(scaling.get("factor") or 1))
+
+
+def _rope(section: dict[str, Any]) -> dict[str, Any]:
+    found = section.get("rope_parameters") or section.get("rope_scaling")
+    return found if isinstance(found, dict) else {}
+
+
+def _rope_type(section: dict[str, Any]) -> Any:
+    return _rope(section).get("rope_type", _rope(section).get("type"))
 
 
 def _blocks(tokens: int) -> int:
