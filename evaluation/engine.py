@@ -435,6 +435,11 @@ class OfflineEngines:
         """Which engine has answered last."""
         return "own" if self._engine is None else self._engine.where
 
+    @property
+    def started(self) -> bool:
+        """Whether there is an engine, and it is of the evaluation's own: another one would cost a start."""
+        return self._engine is not None and self._engine.where == "own"
+
     def _close(self) -> None:
         engine, self._engine, self._policy = self._engine, None, None
         if engine is not None:

@@ -1,8 +1,10 @@
 """One evaluation: fresh items, both policies' answers, scores, look by look to a verdict, and into the ledger.
 
-Both policies answer the items that the candidate may still use, in one batch each, and no others of the suite (unless
-``evaluation.score_unused``); a block of them at a time is scored, until the verdict is final. What is answered and not
-looked at stays fresh: nothing of it is scored, kept or shown.
+Both policies answer the items that the candidate may still use, and no others of the suite (unless
+``evaluation.score_unused``): those of its next looks, and then twice as many, and so on, since most candidates are
+decided by the first ones; all of them at once where that takes a start of an engine. A block of them at a time is
+scored, until the verdict is final. What is answered and not looked at stays fresh: nothing of it is scored, kept or
+shown.
 
 Before a block is scored it is on record which items they are, of whose race, by which plan (an intent). So an
 evaluation that was killed, or failed, has its candidate's level and those items; when the candidate is evaluated again,
@@ -263,8 +265,7 @@ def judge(
             blocks[0] = replace(blocks[0], suites={guard.name: guard.items for guard in guards})
         answered = whole
         if answered is None:
-            items = [item for part in ("fresh", "regression") for block in blocks for item in getattr(block, part)]
-            answered = answer(_part(suite, items))
+            answered = answer(_part(suite, [item for block in blocks for item in (*block.fresh, *block.regression)]))
         beside = {
             guard.name: _Answered(
                 candidate,
@@ -436,7 +437,8 @@ def _answering(candidate: Policy, config: EvaluationConfig) -> dict[str, Any]:
 
 
 class _Answered:
-    """Both policies' answers to a suite, scored where they are looked at."""
+    """Both policies' answers to a suite, from its first items on as far as they are wanted; scored where they are
+    looked at."""
 
     def __init__(
         self,
@@ -454,31 +456,61 @@ class _Answered:
         self.rewards, self.decoding = rewards, decoding
         self.latency: dict[str, tuple[float, float]] = {}
         self.places = {item.id: i for i, item in enumerate(suite.items)}
+        self.folder, self.first = folder, first
+        self.answers: tuple[answers.Answers, answers.Answers] | None = None
+        self.kl, self.kl_v1 = list[float | None](), list[float | None]()
         n = len(suite.items)
-        self.kl_v1 = _kl_by_item(None, n)
-        with OfflineEngines(config.engine) as engines:
-            answer = partial(answers.answer, suite=suite, config=config, folder=folder, engines=engines)
-            before = answer(incumbent, decoding=decoding)
-            other = first if config.gate.guardrails.kl_v1 is not None and first is not None else None
-            if other is not None and other.sha256 != incumbent.sha256:
-                answer(other)
-            self.answers = answer(candidate, incumbent=incumbent, decoding=decoding), before
-            self.kl = _kl_by_item(self.answers[0], n)
-            if first is not None and first.sha256 == incumbent.sha256:
-                self.kl_v1 = self.kl
-            elif other is not None:
-                self.kl_v1 = _kl_by_item(answer(candidate, incumbent=other), n)
         self.scored = np.zeros(n, bool)
         verdicts = np.full((n, 2), np.nan) if config.scorer == "pairwise" else None
         self.judged = Judged(np.full(n, np.nan), np.full(n, np.nan), verdicts=verdicts)
 
+    def answer(self, at: Collection[int]) -> tuple[answers.Answers, answers.Answers]:
+        """The answers so far, those to the items at these places among them; the candidate's first.
+
+        Raises EngineError on an item of the whole suite that a policy can't take, and before any has been answered.
+        """
+        count, wanted = len(self.kl), max(at, default=-1) + 1
+        if self.answers is None or wanted > count:
+            with OfflineEngines(self.config.engine) as engines:
+                self._answer_until(max(wanted, 2 * count), engines)
+                if engines.started and len(self.kl) < len(self.suite.items):
+                    self._answer_until(len(self.suite.items), engines)
+        assert self.answers is not None
+        return self.answers
+
+    def _answer_until(self, end: int, engines: OfflineEngines) -> None:
+        (candidate, incumbent), first, config = self.policies, self.first, self.config
+        items = self.suite.items[len(self.kl) : end]
+        part = self.suite if len(items) == len(self.suite.items) else _part(self.suite, items)
+        ahead = None if self.kl else self.suite
+        answer = partial(
+            answers.answer, suite=part, config=config, folder=self.folder, engines=engines, ahead=ahead
+        )
+        before = answer(incumbent, decoding=self.decoding)
+        other = first if config.gate.guardrails.kl_v1 is not None and first is not None else None
+        if other is not None and other.sha256 != incumbent.sha256:
+            answer(other)
+        after = answer(candidate, incumbent=incumbent, decoding=self.decoding)
+        kl, kl_v1 = _kl_by_item(after, len(items)), _kl_by_item(None, len(items))
+        if first is not None and first.sha256 == incumbent.sha256:
+            kl_v1 = kl
+        elif other is not None:
+            kl_v1 = _kl_by_item(answer(candidate, incumbent=other), len(items))
+        self.answers = (after, before) if self.answers is None else (self.answers[0] + after, self.answers[1] + before)
+        self.kl += kl
+        self.kl_v1 += kl_v1
+
+    def places_of(self, items: Iterable[Item]) -> list[int]:
+        return [self.places[item.id] for item in items]
+
     def observe(self, items: Iterable[Item], *, compare_rewards: bool = False) -> tuple[Observation, ...]:
         """The observations of these items, scored if they are not yet; with the two compared rewards if so wanted."""
-        at = [self.places[item.id] for item in items]
+        at = self.places_of(items)
         if not at:
             return ()
         self._score([i for i in at if not self.scored[i]])
-        tables = (self.answers[0].table.take(at), self.answers[1].table.take(at))
+        after, before = self.answer(at)
+        tables = (after.table.take(at), before.table.take(at))
         scores = (self.judged.candidate[at], self.judged.incumbent[at])
         kl, kl_v1 = ([of[i] for i in at] for of in (self.kl, self.kl_v1))
         verdicts = None if self.judged.verdicts is None else self.judged.verdicts[at]
@@ -506,7 +538,8 @@ class _Answered:
         judged = self.judged.take(at)
         if np.isnan(judged.candidate + judged.incumbent).all():
             return None
-        answered = (self.answers[0].take(at), self.answers[1].take(at))
+        after, before = self.answer(at)
+        answered = (after.take(at), before.take(at))
         part = replace(self.suite, items=tuple(self.suite.items[i] for i in at))
         compared = partial(compare, training_reward=training_reward, decoding=self.decoding)
         return compared(self.policies, part, answered, judged, self.scoring, self.config)
@@ -515,7 +548,8 @@ class _Answered:
         if not at:
             return
         part = replace(self.suite, items=tuple(self.suite.items[i] for i in at))
-        found = self.scoring(part, self.answers[0].table.take(at), self.answers[1].table.take(at))
+        after, before = self.answer(at)
+        found = self.scoring(part, after.table.take(at), before.table.take(at))
         self.judged.candidate[at], self.judged.incumbent[at] = found.candidate, found.incumbent
         missing = {
             why: self.judged.missing.get(why, 0) + found.missing.get(why, 0)
@@ -541,6 +575,9 @@ def _look(
     """
     looks, state, seen = list[Look](), race.state, list[int]()
     for number, block in enumerate(blocks):
+        answered.answer(answered.places_of((*block.fresh, *block.regression)))
+        for name, items in block.suites.items():
+            beside[name].answer(beside[name].places_of(items))
         if number >= len(race.begun):
             intend(block)
         fresh = answered.observe(block.fresh, compare_rewards=HOLDOUT in race.plan.margins)

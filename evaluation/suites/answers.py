@@ -32,7 +32,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from evaluation.config import EvaluationConfig
-from evaluation.engine import EngineError, OfflineEngines, TokenIds, Where, Work
+from evaluation.engine import EngineError, OfflineEngine, OfflineEngines, TokenIds, Where, Work
 from evaluation.suites.decoding import GREEDY, Decoding, seed_of
 from evaluation.suites.suite import Suite
 from feedback.files import replace_file
@@ -86,6 +86,27 @@ class Answers:
     engine: Where = "cache"
     start_seconds: float = 0.0
 
+    def __add__(self, more: Answers) -> Answers:
+        """With those to further items behind them."""
+        n, kl, greedy = len(self.table), None, None
+        if self.kl is not None and more.kl is not None:
+            kl = KlSamples(
+                self.kl.item + [n + item for item in more.kl.item],
+                self.kl.incumbent + more.kl.incumbent,
+                self.kl.candidate + more.kl.candidate,
+            )
+        if self.greedy is not None and more.greedy is not None:
+            greedy = pa.concat_tables([self.greedy, more.greedy])
+        return Answers(
+            pa.concat_tables([self.table, more.table]),
+            kl,
+            self.kl_missing or more.kl_missing,
+            self.seconds + more.seconds,
+            greedy=greedy,
+            engine=self.engine if more.engine == "cache" else more.engine,
+            start_seconds=self.start_seconds + more.start_seconds,
+        )
+
     def take(self, items: Sequence[int]) -> Answers:
         """Those to some items, by their places in the suite."""
         table = self.table.take(list(items))
@@ -136,12 +157,14 @@ def answer(
     *,
     incumbent: Policy | None = None,
     decoding: Decoding = GREEDY,
+    ahead: Suite | None = None,
 ) -> Answers:
     """The policy's answers to the suite, and its log-probabilities of the incumbent's KL samples, from disk or engine.
 
     ``folder`` is the evaluations' folder; ``engines`` are by ``config.engine``, and none starts where all is on disk.
-    ``incumbent`` must have been answered before, in whatever way. Raises EngineError on an item
-    that the policy can't take (its id and both lengths are named), and what vLLM raises on a policy it can't load.
+    ``incumbent`` must have been answered before, in whatever way. ``ahead``: what is to be answered some time, this
+    suite among it. Raises EngineError on an item of it, or of the suite, that the policy can't take (its id and both
+    lengths are named), and what vLLM raises on a policy it can't load.
     """
     path = _path(policy, suite, config, folder)
     table, other, scored, scored_path = _read(path, _SCHEMA), None, None, None
@@ -158,8 +181,9 @@ def answer(
     engine: Where = "cache"
     if table is None or (scored_path and scored is None) or (drawn_path and drawn is None):
         began = time.monotonic()
-        engines.of(policy)
+        engine_of_policy = engines.of(policy)
         start_seconds = time.monotonic() - began
+        _require_room(engine_of_policy, ahead or suite, policy)
         started = time.monotonic()
         table, drawn, scored = _run(policy, suite, config, decoding, engines, table, drawn, other, scored)
         seconds, engine = time.monotonic() - started, engines.where
@@ -196,12 +220,6 @@ def _run(
     """One engine, one batch: what of the answers and of the scores is not there yet."""
     engine = engines.of(policy)
     prompts = engine.encode([item.text_or_messages for item in suite.items])
-    for item, ids in zip(suite.items, prompts, strict=True):
-        if not 0 < len(ids) < engine.max_model_len:
-            raise EngineError(
-                f"{suite.path}: item {item.id!r} has {len(ids)} tokens, policy {policy.version} takes 1 to "
-                f"{engine.max_model_len - 1} (evaluation.engine.max_model_len, the model, or the KV cache)"
-            )
     pairs: list[tuple[TokenIds, TokenIds]] = []
     if scored is None and other is not None and other.column("prompt_token_ids").to_pylist() == prompts:
         pairs = [
@@ -236,6 +254,17 @@ def _run(
         rows = [one if of is None else next(sampled) for of, one in zip(parameters, of_greedy, strict=True)]
         drawn = pa.table({"id": table.column("id"), **_responses(rows)}, schema=_DRAWN)
     return table, drawn, scored if scored is not None else pa.table({"logprobs": done.scored}, schema=_SCORED)
+
+
+def _require_room(engine: OfflineEngine, suite: Suite, policy: Policy) -> None:
+    longest = engine.max_model_len
+    prompts = engine.encode([item.text_or_messages for item in suite.items])
+    for item, ids in zip(suite.items, prompts, strict=True):
+        if not 0 < len(ids) < longest:
+            raise EngineError(
+                f"{suite.path}: item {item.id!r} has {len(ids)} tokens, policy {policy.version} takes 1 to "
+                f"{longest - 1} (evaluation.engine.max_model_len, the model, or the KV cache)"
+            )
 
 
 def _responses(rows: Sequence[tuple[str, TokenIds, str]]) -> dict[str, list[Any]]:
