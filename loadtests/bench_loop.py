@@ -13,7 +13,7 @@ a step drew is not on record. Thumbs that no promoted policy has learned from ar
 
 ``cycle_over_work`` is a promoted cycle's seconds, from the end of the cycle before it to its own, over those of the
 work alone, as cycles and the server record it: sampling, updates (of the policy and the reward model), the answers of
-the evaluation, and copying (publishing up to the manifest, and the swap's exchange). ``work_by_part_s`` are the parts
+the evaluation, and copying (weights to the rollout engine, publishing up to the manifest, the swap's exchange). ``work_by_part_s`` are the parts
 that count, ``not_counted_s`` those that don't: medians over the cycles. ``ready_over_vllm`` is ``make bench-start``'s
 ratio.
 
@@ -64,12 +64,12 @@ SHOWN: Final = {"thumb_to_policy_s.p95": 60.0}
 """Figures that are judged like those with a bar, and have none."""
 STAGES: Final = ("scored", "stepped", "published", "verdict", "answered")
 WORK: Final = {
-    "train": ("generate", "update", "publish"),
+    "train": ("generate", "update", "reshard", "publish"),
     "reward-model": ("update",),
     "evaluate": ("incumbent", "candidate"),
     "swap": ("exchange",),
 }
-"""Parts of stages that are a cycle's work: sampling, updating, evaluating and copying."""
+"""Parts of stages that are a cycle's work: sampling, updating, evaluating, and copying, as the weights to the engine are."""
 DRAWS: Final = 2000
 OPTIONS: Final = {
     "schedule.interval_seconds": "1",

@@ -129,6 +129,7 @@ class _Cycle:
         self.store = settings.policy_store()
         self.ledger, self._history, self._counted = settings.ledger(), History(), 0
         self.record = CycleRecord(number=number, started_at=now())
+        self._read: tuple[tuple[int, int, int], Suite] | None = None
         self._tracing: Tracing | None = None
         self._beside = ExitStack()  # what goes on beside the stages, up to the end of the cycle
 
@@ -270,8 +271,19 @@ class _Cycle:
     def _fresh(self, name: str | None = None, learned: Collection[str] = ()) -> int:
         """How many items of the suite can still decide, on a new candidate or on the hypothesis ``name``, which has
         ``learned`` from some."""
-        suite = Suite.load(self.settings.path(self.settings.evaluation.suite))
-        return fresh_items(suite, self.history(), name, learned)
+        return fresh_items(self._loaded(), self.history(), name, learned)
+
+    def _loaded(self) -> Suite:
+        """The suite, read when its file is another one than before. Raises SuiteError."""
+        path = self.settings.path(self.settings.evaluation.suite)
+        try:
+            there = path.stat()
+        except OSError:
+            return Suite.load(path)  # which says what is wrong
+        stamp = there.st_ino, there.st_size, there.st_mtime_ns
+        if self._read is None or self._read[0] != stamp:
+            self._read = stamp, Suite.load(path)
+        return self._read[1]
 
     def _not_to_be_judged(self) -> str | None:
         """Why what would be trained now could not pass, whatever it learned."""
@@ -348,7 +360,7 @@ class _Cycle:
         """Draw a suite from the held-out slice of traffic, or more of one; why there can't be one yet."""
         evaluation, suite = self.settings.evaluation, None
         if (path := self.settings.path(evaluation.suite)).exists():
-            suite = Suite.load(path)
+            suite = self._loaded()
             enough = fresh_items(suite, self.history()) >= evaluation.suite_items
             if not evaluation.holdout or enough or not suite.drawn:
                 return None

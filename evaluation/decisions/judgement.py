@@ -483,9 +483,7 @@ class _Answered:
         items = self.suite.items[len(self.kl) : end]
         part = self.suite if len(items) == len(self.suite.items) else _part(self.suite, items)
         ahead = None if self.kl else self.suite
-        answer = partial(
-            answers.answer, suite=part, config=config, folder=self.folder, engines=engines, ahead=ahead
-        )
+        answer = partial(answers.answer, suite=part, config=config, folder=self.folder, engines=engines, ahead=ahead)
         before = answer(incumbent, decoding=self.decoding)
         other = first if config.gate.guardrails.kl_v1 is not None and first is not None else None
         if other is not None and other.sha256 != incumbent.sha256:

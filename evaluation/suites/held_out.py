@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, Final, Literal
 
 from evaluation.suites.suite import Item, Suite
 from feedback.trusted_code import trusted
+from serve.policies.store import OWN
 
 HELD_OUT: Final = "of a held-out suite"
 IN_SLICE: Final = "of the held-out slice"
@@ -73,9 +75,10 @@ class HeldOut:
         """Whether a row's prompt is that of an item of a suite. ``row``: as of ``reason``."""
         if not self.items:
             return False
-        if tuple(row["prompt_token_ids"]) in self._token_ids:
+        token_ids, texts = self._known
+        if _digest_of(row["prompt_token_ids"]) in token_ids:
             return True
-        return not self._texts.isdisjoint(self._forms(row))
+        return not texts.isdisjoint(_digest(text) for text in self._forms(row))
 
     def keys(self, row: Mapping[str, Any]) -> set[str]:
         """The ``prompt_key`` of every item that a row's prompt would be that of. ``row``: as of ``reason``."""
@@ -114,26 +117,33 @@ class HeldOut:
             yield from (normal(text_of(message)) for message in messages if message.get("role") == "user")
 
     @cached_property
-    def _token_ids(self) -> set[tuple[int, ...]]:
-        found = set()
-        for item in self.items:
-            for text, special in ((item.prompt, True), (item.prompt, False), (self._rendered(item), False)):
-                if text is not None:
-                    found.add(tuple(self._tokenizer.encode(text, add_special_tokens=special)))
-        return found - {()}
+    def _known(self) -> tuple[frozenset[bytes], frozenset[bytes]]:
+        """Digests of the items' token ids, and of their texts in normal form."""
+        by = None if self.policy is None else _tokenizer_files(self.policy)
+        key = hashlib.sha256("\n".join([str(by), *(item.model_dump_json() for item in self.items)]).encode()).digest()
+        if (found := _KNOWN.get(key)) is None:
+            _KNOWN.clear()  # a process that trains again and again has the same suites, or newer ones
+            found = _KNOWN[key] = frozenset(self._token_ids()), frozenset(map(_digest, self._texts()))
+        return found
+
+    def _token_ids(self) -> Iterator[bytes]:
+        if self.policy is None:
+            return
+        prompts = [item.prompt for item in self.items if item.prompt is not None]
+        rendered = [text for text in self._rendered if text is not None]
+        for texts, special in ((prompts, True), (prompts, False), (rendered, False)):
+            if texts:
+                encoded = self._tokenizer(texts, add_special_tokens=special)["input_ids"]
+                yield from (_digest_of(ids) for ids in encoded if ids)
+
+    def _texts(self) -> set[str]:
+        found = {conversation(_messages(item)) for item in self.items}
+        return (found | {normal(text) for text in self._rendered if text is not None}) - {""}
 
     @cached_property
-    def _texts(self) -> set[str]:
-        found = set()
-        for item in self.items:
-            found.add(conversation(_messages(item)))
-            if (rendered := self._rendered(item)) is not None:
-                found.add(normal(rendered))
-        return found - {""}
-
-    def _rendered(self, item: Item) -> str | None:
-        """An item as the chat template writes it; None if there is no template, or it takes no such messages."""
-        return self._render(_messages(item))
+    def _rendered(self) -> list[str | None]:
+        """Items as the chat template writes them; None if there is no template, or it takes no such messages."""
+        return [self._render(_messages(item)) for item in self.items]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, to_answer: bool = True) -> str | None:
         if self.policy is None or not self._tokenizer.chat_template:
@@ -197,6 +207,27 @@ class HeldOut:
         return AutoTokenizer.from_pretrained(self.policy, trust_remote_code=trusted(self.policy))
 
 
+_KNOWN: Final[dict[bytes, tuple[frozenset[bytes], frozenset[bytes]]]] = {}
+"""Of the last suites and tokenizer that were asked for."""
+
+
+def _tokenizer_files(policy: Path) -> str:
+    """A digest of a policy's files without its weights and the store's own: its tokenizer and template are the same then."""
+    found = hashlib.sha256()
+    for path in sorted(policy.iterdir()):
+        if path.is_file() and not OWN.fullmatch(path.name) and path.suffix not in (".safetensors", ".bin"):
+            found.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()
+
+
+def _digest_of(token_ids: Iterable[int]) -> bytes:
+    return hashlib.sha256(array("q", token_ids).tobytes()).digest()
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+
+
 def position(opening: str) -> float:
     """Where a prompt lies from 0 to 1, by a hash of what ``HeldOut.opening`` gives; below the share is the slice."""
     digest = hashlib.sha256(opening.encode("utf-8", "surrogatepass")).digest()
@@ -214,6 +245,8 @@ def _key(text: str) -> str:
 
 def normal(text: str) -> str:
     """A text without what does not change its meaning."""
+    if text.isascii():  # which has no such characters and forms, and most of English is
+        return " ".join(text.casefold().split())
     seen = "".join(character for character in text if unicodedata.category(character) != "Cf")
     folded = unicodedata.normalize("NFKC", seen).casefold()
     return " ".join(unicodedata.normalize("NFKC", folded).split())
