@@ -13,9 +13,9 @@ a step drew is not on record. Thumbs that no promoted policy has learned from ar
 
 ``cycle_over_work`` is a promoted cycle's seconds, from the end of the cycle before it to its own, over those of the
 work alone, as cycles and the server record it: sampling, updates (of the policy and the reward model), the answers of
-the evaluation, and copying (weights to the rollout engine, publishing up to the manifest, the swap's exchange). ``work_by_part_s`` are the parts
-that count, ``not_counted_s`` those that don't: medians over the cycles. ``ready_over_vllm`` is ``make bench-start``'s
-ratio.
+the evaluation, and copying (weights to the rollout engine, publishing up to the manifest, the swap's exchange).
+``work_by_part_s`` are the parts that count, ``not_counted_s`` those that don't: medians over the cycles.
+``ready_over_vllm`` is ``make bench-start``'s ratio.
 
 ``intervals`` are at 95 %: Student's t on the ratios' logarithms, for thumbs a bootstrap over the policies that learned
 from them. A bar is met or missed if all of the interval says so,
@@ -69,7 +69,7 @@ WORK: Final = {
     "evaluate": ("incumbent", "candidate"),
     "swap": ("exchange",),
 }
-"""Parts of stages that are a cycle's work: sampling, updating, evaluating, and copying, as the weights to the engine are."""
+"""Parts of stages that are a cycle's work: sampling, updating, evaluating and copying."""
 DRAWS: Final = 2000
 OPTIONS: Final = {
     "schedule.interval_seconds": "1",

@@ -359,7 +359,7 @@ class _Cycle:
     def _suite(self) -> str | None:
         """Draw a suite from the held-out slice of traffic, or more of one; why there can't be one yet."""
         evaluation, suite = self.settings.evaluation, None
-        if (path := self.settings.path(evaluation.suite)).exists():
+        if self.settings.path(evaluation.suite).exists():
             suite = self._loaded()
             enough = fresh_items(suite, self.history()) >= evaluation.suite_items
             if not evaluation.holdout or enough or not suite.drawn:

@@ -212,7 +212,7 @@ _KNOWN: Final[dict[bytes, tuple[frozenset[bytes], frozenset[bytes]]]] = {}
 
 
 def _tokenizer_files(policy: Path) -> str:
-    """A digest of a policy's files without its weights and the store's own: its tokenizer and template are the same then."""
+    """A digest of a policy's files but its weights and the store's own: tokenizer and template are among them."""
     found = hashlib.sha256()
     for path in sorted(policy.iterdir()):
         if path.is_file() and not OWN.fullmatch(path.name) and path.suffix not in (".safetensors", ".bin"):

@@ -61,6 +61,7 @@ def test_only_sampling_updating_evaluating_and_copying_count_as_work() -> None:
         "reward-model: update": 1.5,
         "train: generate": 1,
         "train: update": 2,
+        "train: reshard": 0.25,
         "train: publish": 2.0,
         "evaluate: incumbent": 0,
         "evaluate: candidate": 4,

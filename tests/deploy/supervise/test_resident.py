@@ -17,14 +17,18 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
 import pytest
 
 from deploy import status
 from deploy.config import root
 from deploy.config.root import Settings
 from deploy.supervise import resident
-from evaluation.config import EngineConfig
+from evaluation.config import EngineConfig, EvaluationConfig, GateConfig, GuardrailsConfig
+from evaluation.decisions.judgement import Judgement, judge
+from evaluation.decisions.ledger import Ledger
 from evaluation.engine import Done, LentEngine, OfflineEngine, OfflineEngines, Work
+from evaluation.suites.suite import Suite
 from feedback.processes import resident_socket
 from serve.policies.store import Policy, PolicyStore
 from tests.paths import ROOT
@@ -153,6 +157,49 @@ def test_the_engine_that_is_there_answers_for_both_policies_as_engines_of_their_
         with OfflineEngines(ENGINE) as engines:
             engines.of(policies[0])
             assert engines.where == "resident"
+
+
+def alike(rows: pa.Table) -> list[float]:
+    return [0.5] * len(rows)
+
+
+def test_of_an_evaluation_that_the_first_looks_decide_the_engine_that_is_there_answers_few_more_items(
+    home: Path, runs: dict[str, JobResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of its own answers all of them, as it would have to be started anew; the verdict is the same."""
+    items, path = 400, tmp_path / "suite.jsonl"
+    path.write_text("".join(f'{{"id": "{i}", "prompt": "odds {i:03d}>"}}\n' for i in range(items)))
+    settings = EvaluationConfig(
+        engine=ENGINE,
+        scorer=f"{__name__}:alike",
+        max_tokens=4,
+        gate=GateConfig(worthwhile=0.5, guardrails=GuardrailsConfig(length=None, truncation=None)),
+    )
+    store = PolicyStore(home / "policies")
+
+    def judged(name: str) -> tuple[Judgement, int]:
+        folder = tmp_path / name
+        pair = policy(home, runs["second"]), store.get(1)
+        found = judge(*pair, Suite.load(path), settings, folder / "evaluations", Ledger(folder / "decisions"), who="me")
+        of_candidate = (folder / "evaluations" / "cache").glob(f"{pair[0].sha256}-*/answers.arrow")
+        return found, sum(pa.ipc.open_file(pa.OSFile(str(one))).read_all().num_rows for one in of_candidate)
+
+    few, answered = judged("lent")
+    assert few.evaluation is not None
+    assert few.evaluation.engines == {"incumbent": "resident", "candidate": "resident"}
+    assert few.verdict.verdict == "refuse"
+    assert few.verdict.items <= answered <= 2 * few.verdict.items < items
+    assert few.verdict.fresh == items - few.verdict.items
+    monkeypatch.delenv(resident_socket.ADDRESS)
+    whole, answered = judged("own")
+    assert answered == items
+    assert whole.evaluation is not None
+    assert whole.evaluation.engines == {"incumbent": "own", "candidate": "own"}
+    assert whole.evaluation.kl is not None
+    assert few.evaluation.kl is not None
+    assert whole.evaluation.kl.samples == few.evaluation.kl.samples == few.verdict.items
+    assert whole.evaluation.candidate == few.evaluation.candidate
+    assert whole.verdict.model_dump(exclude={"entry_sha256"}) == few.verdict.model_dump(exclude={"entry_sha256"})
 
 
 def test_an_engine_that_computes_otherwise_is_not_lent(
