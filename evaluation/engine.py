@@ -73,13 +73,13 @@ class Response:
 class Work:
     """What one pass of the engine does; all of it runs as one batch.
 
-    ``greedy`` prompts are answered greedily, ``sampled`` ones at temperature 1 with nothing cut off, ``requested`` ones
-    by vLLM's parameters for each, such as temperature and seed. ``scored`` are (prompt, response) pairs whose response
-    gets log-probabilities. All as token ids.
+    ``greedy`` prompts are answered greedily, ``sampled`` ones, each with its seed, at temperature 1 with nothing cut
+    off, ``requested`` ones by vLLM's parameters for each, such as temperature and seed. ``scored`` are (prompt,
+    response) pairs whose response gets log-probabilities. All as token ids.
     """
 
     greedy: Sequence[TokenIds] = ()
-    sampled: Sequence[TokenIds] = ()
+    sampled: Sequence[tuple[TokenIds, int]] = ()
     requested: Sequence[tuple[TokenIds, Mapping[str, Any]]] = ()
     scored: Sequence[tuple[TokenIds, TokenIds]] = ()
 
@@ -186,15 +186,13 @@ class OfflineEngine:
             for prompt in prompts
         ]
 
-    def run(self, work: Work, *, max_tokens: int, seed: int) -> Done:
-        """Do all of ``work`` in one batch. ``seed`` decides the sampled responses (each has its own generator)."""
+    def run(self, work: Work, *, max_tokens: int) -> Done:
+        """Do all of ``work`` in one batch."""
         greedy = sampling_params(temperature=0.0, max_tokens=max_tokens)
-        sampled = [
-            sampling_params(temperature=1.0, seed=seed + i, max_tokens=max_tokens) for i in range(len(work.sampled))
-        ]
+        sampled = [sampling_params(temperature=1.0, seed=seed, max_tokens=max_tokens) for _, seed in work.sampled]
         requested = [sampling_params(max_tokens=max_tokens, **of) for _, of in work.requested]
         scored = [(prompt + response)[: self.longest_scored] for prompt, response in work.scored]
-        prompts = [*work.greedy, *work.sampled, *(prompt for prompt, _ in work.requested), *scored]
+        prompts = [*work.greedy, *(prompt for prompt, _ in (*work.sampled, *work.requested)), *scored]
         params = [greedy] * len(work.greedy) + sampled + requested + [_score()] * len(scored)
         outputs = iter(self._generate(prompts, params))
         answered, generated, as_requested = (
@@ -360,8 +358,8 @@ class LentEngine(OfflineEngine):
         found: list[TokenIds] = self._call("encode", prompts)
         return found
 
-    def run(self, work: Work, *, max_tokens: int, seed: int) -> Done:
-        done: Done = self._call("run", work, max_tokens=max_tokens, seed=seed)
+    def run(self, work: Work, *, max_tokens: int) -> Done:
+        done: Done = self._call("run", work, max_tokens=max_tokens)
         return done
 
     def score(self, pairs: Sequence[tuple[TokenIds, TokenIds]], *, temperature: float) -> list[NDArray[np.float32]]:

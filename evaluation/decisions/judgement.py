@@ -1,10 +1,10 @@
 """One evaluation: fresh items, both policies' answers, scores, look by look to a verdict, and into the ledger.
 
 Both policies answer the items that the candidate may still use, and no others of the suite (unless
-``evaluation.score_unused``): those of its next looks, and then twice as many, and so on, since most candidates are
-decided by the first ones; all of them at once where that takes a start of an engine. A block of them at a time is
-scored, until the verdict is final. What is answered and not looked at stays fresh: nothing of it is scored, kept or
-shown.
+``evaluation.score_unused``): those of the first look, then as many again as there are answers, and so on, since the
+first looks decide most candidates; or all parts of this one after the other, where an engine was started for it. Each
+part is kept by itself, so that an evaluation which goes on answers nothing again. A block at a time is scored, until
+the verdict is final. What is answered and not looked at stays fresh: nothing of it is scored or shown.
 
 Before a block is scored it is on record which items they are, of whose race, by which plan (an intent). So an
 evaluation that was killed, or failed, has its candidate's level and those items; when the candidate is evaluated again,
@@ -14,6 +14,7 @@ it goes on with the same blocks, and nobody else can use them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -117,10 +118,15 @@ class Block:
     suites: dict[str, tuple[Item, ...]] = field(default_factory=dict)
 
     @property
+    def items(self) -> tuple[Item, ...]:
+        """Those of the suite."""
+        return (*self.fresh, *self.regression)
+
+    @property
     def content(self) -> str:
         """The sha256 of all that their suites say of them."""
         others = (item for items in self.suites.values() for item in items)
-        lines = [item.model_dump_json() for item in (*self.fresh, *self.regression, *others)]
+        lines = [item.model_dump_json() for item in (*self.items, *others)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -240,7 +246,9 @@ def judge(
         planned = history.plan(name)
         decoding = settled(config.sampling, traffic) if planned is None else planned[1].decoding
         answer = partial(_Answered, candidate, incumbent, config, folder, decoding, scoring, rewards, first)
-        whole = answer(suite) if config.score_unused else None
+        whole = answer(suite, ends=[len(suite.items)]) if config.score_unused else None
+        if whole is not None:
+            whole.answer(range(len(suite.items)))
         if last is not None and last[1].final:
             evaluation = whole.evaluation(range(len(suite.items)), training_reward) if whole else None
             looked = looks_of_race(ledger, history, last[1])
@@ -265,7 +273,8 @@ def judge(
             blocks[0] = replace(blocks[0], suites={guard.name: guard.items for guard in guards})
         answered = whole
         if answered is None:
-            answered = answer(_part(suite, [item for block in blocks for item in (*block.fresh, *block.regression)]))
+            part = _part(suite, [item for block in blocks for item in block.items])
+            answered = answer(part, ends=_ends([len(block.items) for block in blocks]))
         beside = {
             guard.name: _Answered(
                 candidate,
@@ -277,17 +286,21 @@ def judge(
                 None,
                 None,
                 _part(guard.suite, items),
+                ends=[len(items)],
             )
             for guard in guards
             if (items := [item for block in blocks for item in block.suites.get(guard.name, ())])
         }
         if LATENCY in race.plan.margins:
+            answered.answer(answered.places_of(blocks[0].items))  # what can't be answered has been named then
             timed = _part(suite, blocks[0].fresh[: latency.ITEMS])
             answered.latency = latency.token_seconds(candidate, incumbent, timed, config, folder)
-        looks, seen = _look(race, blocks, answered, beside, intend)
+        looks, seen, failure = _look(race, blocks, answered, beside, intend)
         state, _, _ = gate.replay(race.plan, looks, race.state)
         entry = _record(ledger, race, candidate, incumbent, suite, state, looks, who)
         history.add(entry[0])
+        if failure is not None:
+            raise failure
         items_seen = range(len(suite.items)) if whole is not None else seen
         evaluation = answered.evaluation(items_seen, training_reward)
         left = _count(race.fresh) - max(0, sum(len(look.fresh) for look in looks) - begun)
@@ -436,9 +449,20 @@ def _answering(candidate: Policy, config: EvaluationConfig) -> dict[str, Any]:
     return answering
 
 
+def _ends(blocks: Sequence[int]) -> list[int]:
+    """Where the parts end that are answered at once, of blocks with so many items: the first block is one, and each
+    further part has as many items as all before it, or a few more. They follow from the blocks alone, so that the
+    parts of an evaluation which goes on are on disk."""
+    ends, count = list[int](), 0
+    for items in blocks:
+        count += items
+        if not ends or count >= 2 * ends[-1]:
+            ends.append(count)
+    return ends if ends[-1] == count else [*ends, count]
+
+
 class _Answered:
-    """Both policies' answers to a suite, from its first items on as far as they are wanted; scored where they are
-    looked at."""
+    """Both policies' answers to a suite, part by part as they are wanted; scored where they are looked at."""
 
     def __init__(
         self,
@@ -451,12 +475,17 @@ class _Answered:
         rewards: ComparedRewards | None,
         first: Policy | None,
         suite: Suite,
+        *,
+        ends: Sequence[int],
     ) -> None:
         self.policies, self.suite, self.config, self.scoring = (candidate, incumbent), suite, config, scoring
-        self.rewards, self.decoding = rewards, decoding
+        self.rewards, self.decoding, self.folder, self.first = rewards, decoding, folder, first
         self.latency: dict[str, tuple[float, float]] = {}
         self.places = {item.id: i for i, item in enumerate(suite.items)}
-        self.folder, self.first = folder, first
+        self.parts = [
+            suite if end - start == len(suite.items) else _part(suite, suite.items[start:end])
+            for start, end in itertools.pairwise([0, *ends])
+        ]
         self.answers: tuple[answers.Answers, answers.Answers] | None = None
         self.kl, self.kl_v1 = list[float | None](), list[float | None]()
         n = len(suite.items)
@@ -467,36 +496,45 @@ class _Answered:
     def answer(self, at: Collection[int]) -> tuple[answers.Answers, answers.Answers]:
         """The answers so far, those to the items at these places among them; the candidate's first.
 
-        Raises EngineError on an item of the whole suite that a policy can't take, and before any has been answered.
+        Raises EngineError on an item that a policy can't take, of all those that are not answered.
         """
-        count, wanted = len(self.kl), max(at, default=-1) + 1
-        if self.answers is None or wanted > count:
+        wanted = max(at, default=-1) + 1
+        if wanted > len(self.kl):
             with OfflineEngines(self.config.engine) as engines:
-                self._answer_until(max(wanted, 2 * count), engines)
-                if engines.started and len(self.kl) < len(self.suite.items):
-                    self._answer_until(len(self.suite.items), engines)
+                # Once an engine was started, all that is left: for another look it would have to be started again.
+                while self.parts and (len(self.kl) < wanted or engines.started):
+                    self._answer_more(wanted, engines)
         assert self.answers is not None
         return self.answers
 
-    def _answer_until(self, end: int, engines: OfflineEngines) -> None:
+    def _answer_more(self, wanted: int, engines: OfflineEngines) -> None:
+        """Have both policies answer the parts up to so many items, or all if that starts an engine."""
         (candidate, incumbent), first, config = self.policies, self.first, self.config
-        items = self.suite.items[len(self.kl) : end]
-        part = self.suite if len(items) == len(self.suite.items) else _part(self.suite, items)
-        ahead = None if self.kl else self.suite
-        answer = partial(answers.answer, suite=part, config=config, folder=self.folder, engines=engines, ahead=ahead)
-        before = answer(incumbent, decoding=self.decoding)
+        ahead = _part(self.suite, [item for part in self.parts for item in part.items])
+        answer = partial(answers.answer, config=config, folder=self.folder, engines=engines, ahead=ahead)
+        count, parts, before = len(self.kl), list[Suite](), list[answers.Answers]()
+        for part in self.parts:
+            if count >= wanted and not engines.started:
+                break
+            parts.append(part)
+            before.append(answer(incumbent, part, decoding=self.decoding))
+            count += len(part.items)
         other = first if config.gate.guardrails.kl_v1 is not None and first is not None else None
         if other is not None and other.sha256 != incumbent.sha256:
-            answer(other)
-        after = answer(candidate, incumbent=incumbent, decoding=self.decoding)
-        kl, kl_v1 = _kl_by_item(after, len(items)), _kl_by_item(None, len(items))
+            for part in parts:
+                answer(other, part)
+        after = [answer(candidate, part, incumbent=incumbent, decoding=self.decoding) for part in parts]
+        kl = [_kl_by_item(one, len(part.items)) for one, part in zip(after, parts, strict=True)]
+        kl_v1 = [_kl_by_item(None, len(part.items)) for part in parts]
         if first is not None and first.sha256 == incumbent.sha256:
             kl_v1 = kl
         elif other is not None:
-            kl_v1 = _kl_by_item(answer(candidate, incumbent=other), len(items))
-        self.answers = (after, before) if self.answers is None else (self.answers[0] + after, self.answers[1] + before)
-        self.kl += kl
-        self.kl_v1 += kl_v1
+            kl_v1 = [_kl_by_item(answer(candidate, part, incumbent=other), len(part.items)) for part in parts]
+        for pair in zip(after, before, strict=True):
+            self.answers = pair if self.answers is None else (self.answers[0] + pair[0], self.answers[1] + pair[1])
+        self.kl += itertools.chain.from_iterable(kl)
+        self.kl_v1 += itertools.chain.from_iterable(kl_v1)
+        del self.parts[: len(parts)]
 
     def places_of(self, items: Iterable[Item]) -> list[int]:
         return [self.places[item.id] for item in items]
@@ -565,17 +603,23 @@ def _look(
     answered: _Answered,
     beside: dict[str, _Answered],
     intend: Callable[[Block], None],
-) -> tuple[tuple[Look, ...], list[int]]:
-    """The looks up to a final verdict, or until no item is left; and the places of the fresh items that were used.
+) -> tuple[tuple[Look, ...], list[int], Exception | None]:
+    """The looks up to a final verdict, or until no item is left; the places of the fresh items that were used; and what
+    has kept it from answering more, if anything has: the looks before that count.
 
     Each is put on record by ``intend`` before it is scored, if it was not begun before. Raises NotJudged if the scorer
     is down.
     """
     looks, state, seen = list[Look](), race.state, list[int]()
     for number, block in enumerate(blocks):
-        answered.answer(answered.places_of((*block.fresh, *block.regression)))
-        for name, items in block.suites.items():
-            beside[name].answer(beside[name].places_of(items))
+        try:
+            answered.answer(answered.places_of(block.items))
+            for name, items in block.suites.items():
+                beside[name].answer(beside[name].places_of(items))
+        except Exception as failure:
+            if not looks or number < len(race.begun):  # what is begun is looked at before there is a verdict
+                raise
+            return tuple(looks), seen, failure
         if number >= len(race.begun):
             intend(block)
         fresh = answered.observe(block.fresh, compare_rewards=HOLDOUT in race.plan.margins)
@@ -590,7 +634,7 @@ def _look(
         state = gate.advance(race.plan, state, look)
         if gate.decide(race.plan, state).verdict != "undecided":
             break
-    return tuple(looks), seen
+    return tuple(looks), seen, None
 
 
 def _blocks(race: _Race, wanted: Sequence[Voice], config: EvaluationConfig) -> list[Block]:

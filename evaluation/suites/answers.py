@@ -10,8 +10,8 @@ Each is named by its whole sha256.
 
 A candidate answers the suite, greedily and as users ask (``decoding``), samples the responses on which KL and best-of-n
 will be measured when this policy is the incumbent, and scores those that the incumbent sampled in its own time, all in
-one batch. One engine serves all policies
-of an evaluation, by an exchange of weights.
+one batch. One engine serves all policies of an evaluation, by an exchange of weights. A response follows from the
+policy, the item and the settings: it is the same in whichever suite the item stands.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ def settings_hash(policy: Policy, config: EvaluationConfig, decoding: Decoding =
         "vllm": _vllm_version(),
         "libraries": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
         "schema": str(_SCHEMA),
+        "sample_seeds": "by item",
     }
     if decoding.sets:
         decides["sampling"] = decoding.model_dump(mode="json")["sets"]
@@ -229,7 +230,11 @@ def _run(
         ]
     greedy = prompts if table is None else []
     each = max(config.kl_samples, config.best_of)
-    repeated = [ids for ids in greedy for _ in range(each)]
+    repeated = [
+        (ids, seed_of(config.seed, f"{item.id} sample {number}"))
+        for item, ids in zip(suite.items, prompts, strict=True)
+        for number in range(each if table is None else 0)
+    ]
     parameters = [decoding.parameters(item.id) if drawn is None else None for item in suite.items]
     requested = [
         (ids, {**of.model_dump(), "seed": seed_of(config.seed, item.id)})
@@ -237,7 +242,7 @@ def _run(
         if of is not None
     ]
     work = Work(greedy=greedy, sampled=repeated, requested=requested, scored=pairs)
-    done = engine.run(work, max_tokens=config.max_tokens, seed=config.seed)
+    done = engine.run(work, max_tokens=config.max_tokens)
     if table is None:
         samples = [{"text": one.text, "token_ids": one.token_ids, "logprobs": one.logprobs} for one in done.sampled]
         columns = {

@@ -212,11 +212,12 @@ _KNOWN: Final[dict[bytes, tuple[frozenset[bytes], frozenset[bytes]]]] = {}
 
 
 def _tokenizer_files(policy: Path) -> str:
-    """A digest of a policy's files but its weights and the store's own: tokenizer and template are among them."""
+    """A digest of a policy's files but its weights and the store's own: tokenizer and templates are among them."""
     found = hashlib.sha256()
-    for path in sorted(policy.iterdir()):
+    for path in sorted(policy.rglob("*")):
         if path.is_file() and not OWN.fullmatch(path.name) and path.suffix not in (".safetensors", ".bin"):
-            found.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            found.update(f"{path.relative_to(policy)} {digest}\n".encode())
     return found.hexdigest()
 
 

@@ -39,7 +39,9 @@ def publish(root: Path, seed: int, stored: torch.dtype = torch.float32, **config
 def do_all(engine: OfflineEngine, suite: Suite) -> Done:
     prompts = engine.encode([item.text_or_messages for item in suite.items[:16]])
     scored = [(ids, [5, 6, 7]) for ids in prompts]
-    return engine.run(Work(greedy=prompts, sampled=prompts, scored=scored), max_tokens=TOKENS, seed=3)
+    return engine.run(
+        Work(greedy=prompts, sampled=[(ids, 3 + i) for i, ids in enumerate(prompts)], scored=scored), max_tokens=TOKENS
+    )
 
 
 def same(a: Done, b: Done) -> bool:

@@ -79,6 +79,13 @@ def test_an_answer_follows_from_its_item_and_the_same_weights_give_the_same_one(
     few = responses(answered["few"].table)
     assert len(few) == 5
     assert few == {name: first[name] for name in few}, "in another batch, at another place"
+    at = [suite.items.index(item) for item in suite.items if item.id in few]
+    samples = {row["id"]: row["samples"] for row in answered["1"].table.take(at).to_pylist()}
+    alone = {row["id"]: row["samples"] for row in answered["few"].table.to_pylist()}
+    assert {name: [one["token_ids"] for one in of] for name, of in alone.items()} == {
+        name: [one["token_ids"] for one in of] for name, of in samples.items()
+    }
+    assert len({tuple(one["token_ids"]) for of in samples.values() for one in of}) > len(samples), "seeds differ"
     assert first == again
     assert first != second
 

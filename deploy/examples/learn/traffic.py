@@ -59,8 +59,9 @@ def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_toke
 
     tokenizer = AutoTokenizer.from_pretrained(policy.path)
     prompts = engine.encode([item.prompt for item in items])
-    work = Work(sampled=[ids for ids in prompts for _ in range(RESPONSES)])
-    sampled = iter(engine.run(work, max_tokens=max_tokens, seed=0).sampled)
+    repeated = [ids for ids in prompts for _ in range(RESPONSES)]
+    work = Work(sampled=[(ids, seed) for seed, ids in enumerate(repeated)])
+    sampled = iter(engine.run(work, max_tokens=max_tokens).sampled)
     rows: list[Row] = []
     for item, ids in zip(items, prompts, strict=True):
         request = generation.GenerationRequest(

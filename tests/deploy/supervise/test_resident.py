@@ -129,8 +129,8 @@ def done(engine: OfflineEngine) -> Done:
     prompts = engine.encode([f"odds {letter}>" for letter in "abcdefgh"])
     requested = [(ids, {"temperature": 0.7, "top_p": 0.9, "seed": i}) for i, ids in enumerate(prompts)]
     scored = [(ids, [5, 6, 7]) for ids in prompts]
-    work = Work(greedy=prompts, sampled=prompts, requested=requested, scored=scored)
-    return engine.run(work, max_tokens=16, seed=3)
+    work = Work(greedy=prompts, sampled=[(ids, 3) for ids in prompts], requested=requested, scored=scored)
+    return engine.run(work, max_tokens=16)
 
 
 def same(a: Done, b: Done) -> bool:
@@ -244,6 +244,19 @@ def test_nothing_of_a_run_that_was_stopped_for_its_health_is_kept(
     assert (stopped.stopped, stopped.candidate) == (True, None)
     assert LentEngine.borrow(policy(home, runs["second"]), ENGINE) is None
     assert "the resident workers have no engine" in caplog.text
+
+
+def test_workers_end_when_nobody_has_asked_for_a_while_or_memory_runs_short(
+    home: Path, runs: dict[str, JobResult], settings: Settings
+) -> None:
+    log = home / "logs" / "resident.log"
+    for name, given, why in (
+        ("idle", {"idle_seconds": 2}, "nobody has asked for 2 s"),
+        ("short", {"min_free_memory": 0.99}, "less than train.resident.min_free_memory=0.99"),
+    ):
+        assert run_job(*job(home, name, **PPO, resident=given)).candidate is not None
+        assert gone(lambda: resident.residents(settings) is None)
+        assert gone(lambda why=why: f"the resident workers end: {why}" in log.read_text()), log.read_text()
 
 
 @pytest.mark.long

@@ -20,8 +20,10 @@ from evaluation.decisions.history import History
 from evaluation.decisions.judgement import Judgement, NotJudged, Verdict, judge
 from evaluation.decisions.ledger import Entry, EvaluationBusy, Ledger
 from evaluation.decisions.verification import verify
+from evaluation.engine import EngineError, OfflineEngines
 from evaluation.judging import Sources, TrainingReward
 from evaluation.statistics.betting import OutOfBounds
+from evaluation.suites import answers
 from evaluation.suites.decoding import Decoding, ParameterSet
 from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Suite, SuiteError
@@ -211,15 +213,12 @@ def looking_closely(config: EvaluationConfig) -> EvaluationConfig:
     return configured(config, "killing", look_items=25, budget={"alpha": 1e-6})
 
 
-@pytest.fixture(scope="module")
-def killed_once(
-    policies: list[Policy],
-    better_and_worse: tuple[int, int],
-    config: EvaluationConfig,
-    folder: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+def kill_at(
+    call: int, policies: list[Policy], settings: EvaluationConfig, evaluations: Path, tmp_path_factory: Any
 ) -> Path:
-    """The ledger of an evaluation that was killed while the second block was scored."""
+    """The ledger of an evaluation of two policies that was killed when its scorer was called for the so manieth time.
+
+    It is called for both policies' answers to a block, one after the other."""
     script = (
         "import sys; from pathlib import Path\n"
         "from evaluation.config import EvaluationConfig; from evaluation.decisions.judgement import judge\n"
@@ -230,15 +229,26 @@ def killed_once(
         "judge(*policies, Suite.load(paths[0]), settings, paths[1], Ledger(paths[2]), who='killed')\n"
     )
     work = tmp_path_factory.mktemp("killed")
-    items, versions = bank(work / "bank.jsonl"), [str(policies[i].version) for i in better_and_worse]
-    settings = looking_closely(config).model_dump_json()
-    arguments = [policies[0].path.parent, *versions, settings, items.path, folder, work / "decisions"]
-    # Both policies' answers to a block are scored, one after the other: the third call is in the second block.
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", KILL_AT: "3"}
-    command = [sys.executable, "-c", script, *map(str, arguments)]
+    items, versions = bank(work / "bank.jsonl"), [str(policy.version) for policy in policies]
+    arguments = [policies[0].path.parent, *versions, settings.model_dump_json(), items.path, evaluations]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", KILL_AT: str(call)}
+    command = [sys.executable, "-c", script, *map(str, [*arguments, work / "decisions"])]
     ended = subprocess.run(command, env=environment, capture_output=True, timeout=300)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
     return work / "decisions"
+
+
+@pytest.fixture(scope="module")
+def killed_once(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    config: EvaluationConfig,
+    folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """The ledger of an evaluation that was killed while the second block was scored."""
+    pair = [policies[i] for i in better_and_worse]
+    return kill_at(3, pair, looking_closely(config), folder, tmp_path_factory)
 
 
 @pytest.fixture
@@ -265,6 +275,60 @@ def test_an_evaluation_that_is_killed_goes_on_to_the_verdict_that_it_would_have_
     assert found.model_dump(exclude={"entry_sha256"}) == expected.model_dump(exclude={"entry_sha256"})
     assert verdicts(killed)[0].body == verdicts(ledger)[0].body
     assert verify(Ledger(killed.folder)).problems == ()
+
+
+def test_an_evaluation_that_is_killed_late_answers_nothing_again(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    no_engine: None,
+) -> None:
+    """Neither responses nor samples for KL, which decides too: all of them were kept, part by part."""
+    pair, settings = [policies[i] for i in better_and_worse], looking_closely(config)
+    gate = settings.gate.model_copy(update={"max_kl": 50.0})
+    settings = settings.model_copy(update={"kl_samples": 1, "gate": gate})
+    ledger = Ledger(kill_at(9, pair, settings, tmp_path, tmp_path_factory))
+    assert [entry.kind for entry in ledger.entries()] == ["budget", *["intent"] * 5]
+    found = judge(*pair, suite, settings, tmp_path, ledger, who="me")
+    assert found.verdict.items >= 150
+    assert found.evaluation is not None
+    assert found.evaluation.kl is not None
+    assert found.evaluation.kl.samples == found.verdict.items
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+
+def test_looks_count_where_no_further_ones_can_be_answered(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, settings = [policies[i] for i in better_and_worse], configured(config, look_items=25, budget={"alpha": 1e-6})
+    answer, answered = answers.answer, list[str]()
+
+    def failing(policy: Policy, part: Suite, *rest: Any, **options: Any) -> answers.Answers:
+        if len(answered) == 2:
+            raise EngineError("the engine is gone")
+        answered.append(policy.sha256)
+        return answer(policy, part, *rest, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OfflineEngines, "started", False)  # as one that is lent
+        patched.setattr(answers, "answer", failing)
+        with pytest.raises(EngineError, match="the engine is gone"):
+            judge(*pair, suite, settings, folder, ledger, who="me")
+    [undecided] = verdicts(ledger)
+    assert (undecided.body["verdict"], undecided.body["items"]) == ("undecided", 50)
+    found = judge(*pair, suite, settings, folder, ledger, who="me").verdict
+    assert (found.verdict, found.level) == ("pass", undecided.body["plan"]["level"])
+    assert found.items > 50
+    assert verify(Ledger(ledger.folder)).problems == ()
 
 
 def test_who_kills_an_evaluation_and_changes_settings_looks_at_no_item_again_by_another_plan(
@@ -620,6 +684,7 @@ def test_with_score_unused_the_whole_suite_is_shown_and_a_part_of_it_decides(
         assert one.evaluation is not None
         assert one.evaluation.suite_items == ITEMS
     assert again.verdict.entry == found.verdict.entry
+    assert answers.cached(better, suite, settings, folder) is not None, "a report reads them by the suite"
 
 
 def test_two_evaluations_at_once_are_one_too_many(

@@ -77,7 +77,7 @@ def test_the_gate_computes_in_the_servers_type_and_its_greedy_answers_are_the_se
         judging = engine.dtype
         encoded = engine.encode(prompts)
         # One at a time, as the server ran them: in 16 bits the size of a batch decides how sums are rounded.
-        judged = [engine.run(Work(greedy=[ids]), max_tokens=TOKENS, seed=0).greedy[0] for ids in encoded]
+        judged = [engine.run(Work(greedy=[ids]), max_tokens=TOKENS).greedy[0] for ids in encoded]
     assert serving == judging == str(dtype).removeprefix("torch.")
     assert encoded == encoded_prompts
     assert [g.token_ids for g in judged] == [g.token_ids for g in answers]
@@ -88,7 +88,7 @@ def test_the_gate_computes_in_the_servers_type_and_its_greedy_answers_are_the_se
 def test_a_response_that_is_cut_within_a_character_has_all_of_its_text(tmp_path: Path) -> None:
     model = make_model_folder(tmp_path / "model", 1, letters="Ã", eos=False)  # the first of two bytes of a character
     with OfflineEngine(model, EngineConfig(kv_cache_bytes=8 * MIB)) as engine:
-        [answer] = engine.run(Work(greedy=[[2, 2]]), max_tokens=8, seed=0).greedy
+        [answer] = engine.run(Work(greedy=[[2, 2]]), max_tokens=8).greedy
     assert 2 in answer.token_ids
     assert answer.text == AutoTokenizer.from_pretrained(model).decode(answer.token_ids, skip_special_tokens=True)
 

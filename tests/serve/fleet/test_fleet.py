@@ -290,8 +290,16 @@ async def test_a_promotion_under_load_fails_nobody_and_the_canary_has_its_share_
             answers.append(await ask(fleet_client, session, session_id=session, user="load", max_tokens=30))
 
     askers = [asyncio.create_task(keep_asking(number)) for number in range(8)]
-    await asyncio.sleep(1)
+    fleet.store.announce(2)  # the gate is at work on it
+    deadline = time.monotonic() + PATIENCE_S
+    while fleet.log.read_text().count("candidate 2 is prepared after") < 2:
+        assert time.monotonic() < deadline, fleet.log.read_text()[-3000:]
+        await asyncio.sleep(0.1)
+    before = (await fleet_client.get("/policy")).json()
+    assert (before["version"], before["phase"], before["failed"]) == (1, "settled", None)
+    assert all(not replica["prepared"] and replica["version"] == 1 for replica in before["replicas"].values())
     pointer = fleet.promote(2)
+    fleet.store.announce(None)
     trial = await until(fleet_client, lambda policy: policy["phase"] == "canary" and "canary" in variants(policy))
     (canary,) = trial["rollout"]["canaries"]
     assert trial["version"] == 1  # of the fleet as a whole, so that nobody takes it for promoted

@@ -178,7 +178,7 @@ def answer(policies: list[Policy], *, borrow: bool) -> None:
     prompts = [tokenizer(item.prompt).input_ids for item in itertools.islice(items(2), 16)]
     with OfflineEngines(EngineConfig(**_CACHE), borrow=borrow) as engines:
         for policy in policies:
-            engines.of(policy).run(Work(greedy=prompts, sampled=prompts), max_tokens=12, seed=1)
+            engines.of(policy).run(Work(greedy=prompts, sampled=[(ids, 1) for ids in prompts]), max_tokens=12)
 
 
 if __name__ == "__main__":
