@@ -288,7 +288,8 @@ def test_an_evaluation_that_is_killed_late_answers_nothing_again(
 ) -> None:
     """Neither responses nor samples for KL, which decides too: all of them were kept, part by part."""
     pair, settings = [policies[i] for i in better_and_worse], looking_closely(config)
-    gate = settings.gate.model_copy(update={"max_kl": 50.0})
+    budget = settings.gate.budget.model_copy(update={"alpha": 1e-12})
+    gate = settings.gate.model_copy(update={"max_kl": 50.0, "budget": budget})
     settings = settings.model_copy(update={"kl_samples": 1, "gate": gate})
     ledger = Ledger(kill_at(9, pair, settings, tmp_path, tmp_path_factory))
     assert [entry.kind for entry in ledger.entries()] == ["budget", *["intent"] * 5]
