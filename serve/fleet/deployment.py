@@ -98,6 +98,8 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, console: Console |
 @contextmanager
 def _ray(config: FleetConfig, server: ServeConfig) -> Iterator[None]:
     """Be connected to the fleet's Ray: the cluster's, or one of our own, which ends with the block."""
+    # Ray holds back a line that another replica has written too, until some other one comes: minutes later, or never.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     environment = {
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.fleet.proxy.middlewares",
         "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
