@@ -33,6 +33,7 @@ _TRIES: Final = 3
 _GONE_S: Final = 10.0
 _AUTH_MODE: Final = "RAY_AUTH_MODE"
 _NICENESS: Final = "RAY_worker_niceness"
+_TASK_EVENTS: Final = "RAY_task_events_report_interval_ms"
 _REAPER: Final = Path(__file__).with_name("reaper.py")
 
 
@@ -164,6 +165,8 @@ def _variables(folder: Path) -> dict[str, str | None]:
         "SPT_NOENV": "1",  # a process that sets its title keeps its environment readable, by which the reaper knows it
         # Left to itself 15, at which a training gets next to nothing of the cores that a busy server uses too.
         _NICENESS: os.environ.get(_NICENESS, "5"),
+        # What each task did, for Ray's dashboard: its GCS would keep it of the last 100,000 tasks.
+        _TASK_EVENTS: os.environ.get(_TASK_EVENTS, "0"),
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # a GCS on this machine that has died does not come back
         **loopback_sockets(),
     }

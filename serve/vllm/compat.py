@@ -98,7 +98,7 @@ USES: Final = {
         "serve.vllm.boot: vLLM asks the tokenizer for it at each request, through a pool of tokenizers; it is kept",
     ),
     "vllm.model_executor.model_loader.reload.layerwise": (
-        "_get_original_loader _layerwise_process get_layerwise_info initialize_online_processing",
+        "LAYERWISE_INFO _get_original_loader _layerwise_process get_layerwise_info initialize_online_processing",
         "serve.vllm.standby_weights, serve.vllm.weight_update, train.weight_sync: vLLM's layerwise reload prepares "
         "weights in the live model only; standby weights and resharding prepare them layer by layer elsewhere",
     ),

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from vllm.model_executor.layers.attention import Attention, is_deferred_attentio
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
+    LAYERWISE_INFO,
     _get_original_loader,
     _layerwise_process,
     get_layerwise_info,
@@ -209,8 +210,7 @@ class StandbyWeights:
                     value.__dict__.clear()
                 del value
                 time.sleep(_YIELD_S / 10)
-        for layer in layers:
-            layer.__dict__.clear()  # a parameter's loader is a method of its layer: a cycle
+        forget(layers)
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
                 torch.cuda.empty_cache()  # torch would keep it, and the device's free memory not have it
@@ -283,8 +283,19 @@ def bytes_available(device: torch.device) -> int:
     return available_memory()
 
 
+def forget(layers: Iterable[nn.Module]) -> None:
+    """Let go of standby copies, and of what they share with the live layers they were made of, such as a kernel's
+    handle of prepacked weights: what vLLM notes of a layer refers to that layer, and so would keep it for ever."""
+    for layer in layers:
+        LAYERWISE_INFO.pop(layer, None)
+        layer.__dict__.clear()  # a parameter's loader is a method of its layer: a cycle
+
+
 def standby_layers(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """layer -> its standby copy, for all layers: the same settings, weights of its own, in a checkpoint's layout."""
+    """layer -> its standby copy, for all layers: the same settings, weights of its own, in a checkpoint's layout.
+
+    ``forget`` the copies when they are of no more use.
+    """
     standby: dict[nn.Module, nn.Module] = {}
 
     def make(layer: nn.Module) -> nn.Module:

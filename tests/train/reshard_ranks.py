@@ -6,8 +6,10 @@ rank 0: name of each check -> None, or the traceback of the rank where it failed
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from deploy.examples.bench.training import reshard_table as table
 from deploy.examples.bench.training.reshard import ReceivedBytes, device_type, join_torchruns_ranks, least_received
+from serve.policies.folder import fingerprint
 from train.batch.packed import PackedBatch, Rollout
 from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
@@ -156,11 +159,35 @@ def a_loader_that_computes_is_refused_by_name(ranks: Ranks) -> None:
         del weight.weight_loader
 
 
+def nothing_is_kept_of_copies_of_the_engines_layers(ranks: Ranks) -> None:
+    """Neither of those that loaders are traced with, for each run, nor of standby weights, for each swap."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    from serve.vllm.standby_weights import StandbyWeights
+
+    WeightSync(ranks.model, ranks.llm)
+    files = {path.name: {"sha256": "", "fingerprint": fingerprint(path)} for path in ranks.policy.glob("*.safetensors")}
+    config = ranks.llm.llm_engine.vllm_config
+    with set_current_vllm_config(config):
+        standby = StandbyWeights(
+            ranks.engine, config, ranks.policy, files, device=torch.device("cpu"), spare_bytes=0, after=None
+        )
+        while not standby.done:
+            time.sleep(0.01)
+    assert standby.error is None, standby.error
+    assert len(LAYERWISE_INFO) > len(list(ranks.engine.modules()))
+    standby.release().join(60)
+    gc.collect()
+    assert set(LAYERWISE_INFO) <= set(ranks.engine.modules())
+
+
 CHECKS_OF_SLICES = [
     plan_gives_the_weights_that_vllms_own_loaders_give,
     what_moves_is_nearly_the_least,
     an_adapter_arrives_merged,
     weights_that_arrive_changed_are_found_and_named,
+    nothing_is_kept_of_copies_of_the_engines_layers,
 ]
 """Of a model trained with tensor parallelism, or of one rank, which receives nothing."""
 
@@ -172,6 +199,7 @@ CHECKS = [
     an_adapter_arrives_merged,
     weights_that_arrive_changed_are_found_and_named,
     a_loader_that_computes_is_refused_by_name,
+    nothing_is_kept_of_copies_of_the_engines_layers,
 ]
 
 

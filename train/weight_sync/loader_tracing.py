@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from serve.vllm.standby_weights import standby_layers
+from serve.vllm.standby_weights import forget, standby_layers
 from train.weight_sync.slices import Box, ReshardError
 
 
@@ -72,6 +72,15 @@ def trace_loaders(model: nn.Module, shapes: Mapping[str, Sequence[int]], dtype: 
         ReshardError: a loader does more than copy, or leaves part of a parameter without weights.
     """
     standby = standby_layers(model)
+    try:
+        return _traced(model, standby, shapes, dtype)
+    finally:
+        forget(standby.values())
+
+
+def _traced(
+    model: nn.Module, standby: Mapping[nn.Module, nn.Module], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype
+) -> LoaderTrace:
     names = {layer: name for name, layer in model.named_modules()}
     parameters, buffers = (
         {
