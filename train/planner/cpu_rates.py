@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import distributed, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
@@ -24,7 +25,7 @@ from train.batch.packed import PackedBatch, Rollout
 from train.model.fsdp import Make, causal_lm, choose_attention, decoder_layers, skeleton, token_log_probs, training_mode
 from train.planner.machine import Machine
 from train.planner.memory import MASTER
-from train.planner.model_shape import PRODUCTS, LiveBytes, keep_layers
+from train.planner.model_shape import PRODUCTS, Tracer, keep_layers
 from train.planner.sizes import Batch, Operations
 from train.planner.step_time import copied_bytes
 
@@ -36,6 +37,9 @@ _RESPONSES: Final = 4
 _PROMPT: Final = 32  # tokens of each
 _RESPONSE: Final = 97
 _CALLS: Final = 6
+_LAYERS: Final = 4  # at most: what is in none is little beside them, as it is in a model
+_PAIRS: Final = 8
+_MOST_AGAIN: Final = 2.0
 
 
 def measure_cpu(
@@ -55,7 +59,7 @@ def measure_cpu(
     copies each byte several times).
 
     Args:
-        model: whose passes are timed, with two of its layers and few entries of its vocabulary, and at whose width
+        model: whose passes are timed, with a few of its layers and few entries of its vocabulary, and at whose width
             matrix products are; of a wide one, and of a mixture, a Llama's. Raises what ``make`` does for it.
     """
     keep_freed_memory()
@@ -70,7 +74,7 @@ def measure_cpu(
 
 
 def _like(model: PretrainedConfig | None) -> PretrainedConfig:
-    """Of a model with two layers that computes as this one does, and is made and run in seconds."""
+    """Of a model that computes as this one does, and whose first layers are made and run in seconds."""
     text = _llama(512) if model is None else model.get_text_config()
     if text.hidden_size > _WIDEST or any(getattr(text, name, None) for name in _EXPERTS):
         return _llama(min(text.hidden_size, _WIDEST))
@@ -81,7 +85,7 @@ def _like(model: PretrainedConfig | None) -> PretrainedConfig:
 
 def _llama(width: int) -> LlamaConfig:
     heads = 1 if width % 64 else width // 64
-    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 2, "vocab_size": _ENTRIES}
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": _LAYERS, "vocab_size": _ENTRIES}
     return LlamaConfig(**sizes, num_attention_heads=heads, num_key_value_heads=heads)
 
 
@@ -97,6 +101,9 @@ def _measured(ranks: int, dtype: torch.dtype, config: PretrainedConfig, make: Ma
     flops = found.flops / max(products, 0.5 * found.products)
     flops_32 = found.flops_32 / found.products_32 if found.products_32 else flops
     rest = found.seconds - found.products - found.products_32 - found.operations.count * operation_s
+    touched = found.operations.moved / max(rest, 0.1 * found.seconds)
+    forward = found.forward_flops / flops + found.flops_32 / 3 / flops_32 + found.forward_weights * parameter_s
+    forward += found.again.count * operation_s + found.again.moved / touched
     link = _link() if distributed.get_world_size() > 1 else bandwidth / 8
     return Machine(
         name="this CPU",
@@ -116,7 +123,8 @@ def _measured(ranks: int, dtype: torch.dtype, config: PretrainedConfig, make: Ma
         kind="cpu",
         parameter_s=parameter_s,
         operation_s=operation_s,
-        touched=found.operations.moved / max(rest, 0.1 * found.seconds),
+        touched=touched,
+        again_share=min(max(found.again_s / forward, 1.0), _MOST_AGAIN),
         unit_s=_unit_s(config, make, dtype, bandwidth=bandwidth, link=link),
     )
 
@@ -158,7 +166,8 @@ def _whatever_the_rows(dtype: torch.dtype, width: int) -> float:
 @dataclass(frozen=True)
 class _Pass:
     """``products``: seconds of its matrix products, with ``weights`` parameters and ``flops``; ``products_32``: of
-    those of attention, which computes in float32 on a CPU (none apart where all of it does)."""
+    those of attention, which computes in float32 on a CPU (none apart where all of it does). ``forward_…``: of its
+    forward pass; ``again_s``: seconds by which it is longer with checkpointing, which runs ``again``."""
 
     seconds: float
     operations: Operations
@@ -167,6 +176,10 @@ class _Pass:
     weights: float
     flops: float
     flops_32: float
+    forward_weights: float
+    forward_flops: float
+    again: Operations
+    again_s: float
 
 
 class _Products(TorchDispatchMode):
@@ -187,36 +200,56 @@ class _Products(TorchDispatchMode):
 
 
 def _pass(config: PretrainedConfig, make: Make, dtype: torch.dtype, *, prompts: int) -> _Pass:
-    """The forward and the backward pass of a model's first two layers over some prompts with four responses each."""
-    model = _two_layers(config, make).to(dtype)
-    run = _run_of(model, dtype, prompts)
-    with LiveBytes() as counted:
-        run()
-    in_products: list[dict[torch.dtype, float]] = []
-    for _ in range(_CALLS):
+    """The forward and the backward pass of a model's first layers over some prompts with four responses each."""
+    model, again = (_few_layers(config, make).to(dtype) for _ in range(2))
+    checkpointed = decoder_layers(again, None)
+    apply_activation_checkpointing(again, check_fn=lambda module: module in checkpointed)
+    run, run_again = _run_of(model, dtype, prompts), _run_of(again, dtype, prompts)
+    run()
+    run_again()
+    in_products, whole, longer = list[dict[torch.dtype, float]](), list[float](), list[float]()
+    for _ in range(_PAIRS):  # one after the other, as the machine's speed drifts
         with _Products() as timed:
             run()
         in_products.append(timed.seconds)
+        [plain] = _seconds(run, 1)
+        [recomputed] = _seconds(run_again, 1)
+        whole.append(plain)
+        longer.append(recomputed - plain)
     exact = torch.float32
     products = statistics.median(seconds.get(dtype, 0.0) for seconds in in_products)
     products_32 = 0.0 if dtype == exact else statistics.median(seconds.get(exact, 0.0) for seconds in in_products)
     text, layers = config.get_text_config(), decoder_layers(model, None)
     counts = Batch.of(prompts, _RESPONSES, _PROMPT, _RESPONSE)
+    # As a plan counts them, which traces attention with fewer calls than there are: so that goes into the rates.
+    traced = Tracer(model.config, dtype=str(dtype).removeprefix("torch."), device="cpu", make=make).operations(counts)
     inside = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     output = model.get_output_embeddings().weight.numel()  # which makes its logits again
-    flops = 2.0 * (3 * inside * counts.rows + 4 * output * counts.scored)
+    forward = 2.0 * (inside * counts.rows + output * counts.scored)
+    flops = 3 * forward + 2.0 * output * counts.scored
     heads = text.num_attention_heads
     width = heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
     attention = 3 * 4.0 * width * len(layers) * counts.pairs
     if dtype == exact:
-        flops, attention = flops + attention, 0.0
-    seconds = statistics.median(_seconds(run))
-    return _Pass(seconds, counted.operations, products, products_32, 3 * inside + 4 * output, flops, attention)
+        forward, flops, attention = forward + attention / 3, flops + attention, 0.0
+    return _Pass(
+        seconds=statistics.median(whole),
+        operations=traced.forward + traced.backward,
+        products=products,
+        products_32=products_32,
+        weights=3 * inside + 4 * output,
+        flops=flops,
+        flops_32=attention,
+        forward_weights=inside + output,
+        forward_flops=forward,
+        again=traced.again,
+        again_s=statistics.median(longer),
+    )
 
 
-def _two_layers(config: PretrainedConfig, make: Make) -> PreTrainedModel:
+def _few_layers(config: PretrainedConfig, make: Make) -> PreTrainedModel:
     model = skeleton(config, make)
-    keep_layers(model, 2)
+    keep_layers(model, min(_LAYERS, len(decoder_layers(model, None))))
     filled: dict[int, nn.Parameter] = {}  # what is tied stays so
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -230,8 +263,8 @@ def _two_layers(config: PretrainedConfig, make: Make) -> PreTrainedModel:
 def _run_of(model: PreTrainedModel, dtype: torch.dtype, prompts: int) -> Callable[[], None]:
     choose_attention(model, "auto", dtype, torch.device("cpu"))
     rollouts = [
-        Rollout([1] * _PROMPT, [1] * _RESPONSE, [0.0] * _RESPONSE, 0.0, prompt)
-        for prompt in range(prompts)
+        Rollout([1 + prompt] * _PROMPT, [1] * _RESPONSE, [0.0] * _RESPONSE, 0.0, prompt)
+        for prompt in range(prompts)  # of other tokens each, as a batch has the same one once
         for _ in range(_RESPONSES)
     ]
     batch = PackedBatch.pack(rollouts)
@@ -247,8 +280,8 @@ def _run_of(model: PreTrainedModel, dtype: torch.dtype, prompts: int) -> Callabl
 def _unit_s(config: PretrainedConfig, make: Make, dtype: torch.dtype, *, bandwidth: float, link: float) -> float:
     """Seconds that FSDP adds to a unit's pass, whatever its size, to gather it or to reduce its gradients: what the
     same pass takes longer for being sharded, without the bytes that it copies and sends."""
-    plain = _run_of(_two_layers(config, make).to(dtype), dtype, _PROMPTS)
-    model, ranks = _two_layers(config, make), distributed.get_world_size()
+    plain = _run_of(_few_layers(config, make).to(dtype), dtype, _PROMPTS)
+    model, ranks = _few_layers(config, make), distributed.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     layers = decoder_layers(model, None)
@@ -258,7 +291,7 @@ def _unit_s(config: PretrainedConfig, make: Make, dtype: torch.dtype, *, bandwid
     run = _run_of(model, dtype, _PROMPTS)
     run()
     longer = []
-    for _ in range(_CALLS):  # one after the other, as the machine's speed drifts
+    for _ in range(_PAIRS):
         [without] = _seconds(plain, 1)
         [sharded] = _seconds(run, 1)
         longer.append(sharded - without)

@@ -32,7 +32,7 @@ class Machine:
     Of a CPU, where the shares have none of it: ``parameter_s``: what a matrix product takes for a parameter of its
     weight, whatever the rows; ``operation_s``: what an operation takes, whatever its size; ``touched``:
     bytes that operations element by element read and write; ``unit_s``: what FSDP takes to gather or reduce a layer,
-    whatever its size.
+    whatever its size; ``again_share``: what checkpointing takes to compute a forward pass again, over that pass.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Machine:
     operation_s: float = 0.0
     touched: float = math.inf
     unit_s: float = 0.0
+    again_share: float = 1.0
 
     @property
     def usable(self) -> int:

@@ -154,14 +154,14 @@ def update_cost(
     Args:
         beside: what else a pass runs, on a machine whose rates know what that takes.
     """
-    passes = update_passes(shape) + how.checkpointing
+    again = how.checkpointing * machine.again_share
+    passes = update_passes(shape) + again
     count = how.micro_batches
     compute = count * passes * products_seconds(shape, how, batch, machine)
     if beside is not None:
         logits_again = 2 * weights(shape)[1] * batch.scored
         compute += count * logits_again / machine.matrix_flops(how.itemsize)
-        again = beside.again * how.checkpointing
-        compute += count * operations_seconds(beside.forward + beside.backward + again, machine)
+        compute += count * operations_seconds(beside.forward + beside.backward + beside.again * again, machine)
     reductions = count if how.reduce_every_micro_batch else 1
     reduced = MASTER * shape.trained * (how.shards - 1) / how.shards
     gathers = count * (1 + how.resharded)

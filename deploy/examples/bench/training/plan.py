@@ -52,7 +52,17 @@ from train.workers.reference import ReferenceWorker
 
 BARS: Final = {"memory_error_max": 0.10, "time_error_max": 0.25}
 TIMEOUT_S: Final = 1800
-RATES: Final = ("flops", "float32_share", "parameter_s", "touched", "operation_s", "unit_s", "bandwidth", "link")
+RATES: Final = (
+    "flops",
+    "float32_share",
+    "parameter_s",
+    "touched",
+    "operation_s",
+    "unit_s",
+    "again_share",
+    "bandwidth",
+    "link",
+)
 TURNS, STEPS = 2, 3  # timed: so many turns of so many steps
 LENGTHS: Final = {"prompt_tokens": 32, "response_tokens": 97, "group_size": 4}
 PROMPTS: Final = 4  # of a rank's batch
