@@ -66,7 +66,7 @@ def test_a_file_that_is_wrong_is_refused_with_the_field(text: str, why: str, tmp
 )
 def test_a_model_that_takes_long_to_time_is_timed_as_a_llama(model: PretrainedConfig | None, width: int) -> None:
     like = _like(model)
-    assert (like.model_type, like.hidden_size, like.num_hidden_layers) == ("llama", width, 2)
+    assert (like.model_type, like.hidden_size, like.num_hidden_layers) == ("llama", width, 4)
 
 
 def test_a_cpus_rates_are_measured_and_leave_no_process_group_behind() -> None:
