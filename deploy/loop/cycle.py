@@ -41,6 +41,7 @@ from feedback.datasets import count_on_policy
 from feedback.files import locked
 from feedback.processes.exit import SIGNALLED
 from feedback.processes.signals import Stopped
+from serve.policies.folder import fingerprint
 from serve.policies.retention import retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore
 from train.run.recovery.unfinished import give_up
@@ -129,7 +130,7 @@ class _Cycle:
         self.store = settings.policy_store()
         self.ledger, self._history, self._counted = settings.ledger(), History(), 0
         self.record = CycleRecord(number=number, started_at=now())
-        self._read: tuple[tuple[int, int, int], Suite] | None = None
+        self._read: tuple[list[int], Suite] | None = None
         self._tracing: Tracing | None = None
         self._beside = ExitStack()  # what goes on beside the stages, up to the end of the cycle
 
@@ -277,10 +278,9 @@ class _Cycle:
         """The suite, read when its file is another one than before. Raises SuiteError."""
         path = self.settings.path(self.settings.evaluation.suite)
         try:
-            there = path.stat()
+            stamp = fingerprint(path)
         except OSError:
             return Suite.load(path)  # which says what is wrong
-        stamp = there.st_ino, there.st_size, there.st_mtime_ns
         if self._read is None or self._read[0] != stamp:
             self._read = stamp, Suite.load(path)
         return self._read[1]

@@ -78,7 +78,7 @@ class HeldOut:
         token_ids, texts = self._known
         if _digest_of(row["prompt_token_ids"]) in token_ids:
             return True
-        return not texts.isdisjoint(_digest(text) for text in self._forms(row))
+        return not texts.isdisjoint(self.keys(row))
 
     def keys(self, row: Mapping[str, Any]) -> set[str]:
         """The ``prompt_key`` of every item that a row's prompt would be that of. ``row``: as of ``reason``."""
@@ -117,13 +117,13 @@ class HeldOut:
             yield from (normal(text_of(message)) for message in messages if message.get("role") == "user")
 
     @cached_property
-    def _known(self) -> tuple[frozenset[bytes], frozenset[bytes]]:
-        """Digests of the items' token ids, and of their texts in normal form."""
+    def _known(self) -> tuple[frozenset[bytes], frozenset[str]]:
+        """Digests of the items' token ids, and keys of their texts in normal form."""
         by = None if self.policy is None else _tokenizer_files(self.policy)
         key = hashlib.sha256("\n".join([str(by), *(item.model_dump_json() for item in self.items)]).encode()).digest()
         if (found := _KNOWN.get(key)) is None:
             _KNOWN.clear()  # a process that trains again and again has the same suites, or newer ones
-            found = _KNOWN[key] = frozenset(self._token_ids()), frozenset(map(_digest, self._texts()))
+            found = _KNOWN[key] = frozenset(self._token_ids()), frozenset(map(_key, self._texts()))
         return found
 
     def _token_ids(self) -> Iterator[bytes]:
@@ -207,7 +207,7 @@ class HeldOut:
         return AutoTokenizer.from_pretrained(self.policy, trust_remote_code=trusted(self.policy))
 
 
-_KNOWN: Final[dict[bytes, tuple[frozenset[bytes], frozenset[bytes]]]] = {}
+_KNOWN: Final[dict[bytes, tuple[frozenset[bytes], frozenset[str]]]] = {}
 """Of the last suites and tokenizer that were asked for."""
 
 
@@ -223,10 +223,6 @@ def _tokenizer_files(policy: Path) -> str:
 
 def _digest_of(token_ids: Iterable[int]) -> bytes:
     return hashlib.sha256(array("q", token_ids).tobytes()).digest()
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
 def position(opening: str) -> float:

@@ -39,7 +39,7 @@ _RESPONSE: Final = 97
 _CALLS: Final = 6
 _LAYERS: Final = 4  # at most: what is in none is little beside them, as it is in a model
 _PAIRS: Final = 8
-_MOST_AGAIN: Final = 2.0
+_MOST_AGAIN: Final = 2.0  # times a forward pass; more is the machine's own drift
 
 
 def measure_cpu(
