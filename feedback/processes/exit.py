@@ -12,6 +12,8 @@ import logging
 import os
 import signal
 import sys
+import time
+from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -22,6 +24,7 @@ SIGNALLED: Final = 128
 """The exit code of what signal n has ended, itself or a process that it can't do without, is 128 + n."""
 
 _PR_SET_PDEATHSIG: Final = 1
+_POLL_S: Final = 0.05
 
 _reasons: set[str] = set()
 
@@ -47,6 +50,29 @@ def is_resource_tracker(process: psutil.Process) -> bool:
     Raises psutil.NoSuchProcess.
     """
     return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+
+
+def still_running(processes: Collection[psutil.Process], patience: float) -> list[psutil.Process]:
+    """Those that have not ended after ``patience`` seconds.
+
+    One that has ended counts as ended before whoever adopted it asks for it (a zombie): a subreaper that adopts the
+    orphans of a process below it, as ``millrace`` does, may only do so when that process has ended, too.
+    """
+    deadline = time.monotonic() + patience
+    while left := [process for process in processes if _runs(process)]:
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def skip_teardown(reason: str) -> None:

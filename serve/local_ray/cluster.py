@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import psutil
 
-from feedback.processes.exit import is_resource_tracker
+from feedback.processes.exit import is_resource_tracker, still_running
 from feedback.processes.signals import stop_signals_blocked
 from feedback.user_code import search_path
 from serve.middleware.keyring import is_loopback
@@ -235,8 +235,7 @@ def _end() -> None:
         with suppress(psutil.NoSuchProcess):
             if not is_resource_tracker(process):
                 process.kill()
-    _, left = psutil.wait_procs(all_of_it, timeout=_GONE_S)
-    for process in left:
+    for process in still_running(all_of_it, _GONE_S):
         log.error("process %d of Ray's does not end by itself: killing it", process.pid)
         process.kill()
 

@@ -27,7 +27,7 @@ from feedback.processes.signals import stop_on_signals
     help="What training sees: the users' feedback alone, or the rule that knows the answers.",
 )
 @click.option("--cycles", type=click.IntRange(min=1), default=3, show_default=True, help="Cycles that train.")
-@click.option("--users", type=click.IntRange(min=1), default=6, show_default=True, help="Simulated users.")
+@click.option("--users", type=click.IntRange(min=1), default=3, show_default=True, help="Simulated users.")
 @click.option(
     "--seed", type=click.IntRange(min=0), default=SEED, show_default=True, help="Of prompts, model, users and training."
 )

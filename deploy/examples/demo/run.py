@@ -1,7 +1,8 @@
 """Turn the whole loop on this machine, with simulated users, and count every request.
 
-Seed policy → server and scheduler → users → cycles, while the users go on → one cycle with a learning rate that ruins
-the candidate, which the gate must refuse → what the users were acknowledged, against what the lake holds.
+Seed policy → server and scheduler → users → cycles, while the users go on → the users leave → one cycle with a
+learning rate that ruins the candidate, which the gate must refuse → what the users were acknowledged, against what the
+lake holds.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ def run(folder: Path, *, recipe: str, cycles: int, users: int, seed: int) -> Non
                 for number in range(1, cycles + 1):
                     with stages(f"cycle {number}"):
                         wait_for(f"cycle {number}", lambda n=number: len(finished(settings)) >= n, [up, crowd])  # type: ignore[misc]
-                with stages("refusal"):
-                    ruin = ["--train.optimizer.learning_rate", str(RUINOUS_LEARNING_RATE), "--train.steps", "2"]
-                    # It is refused whatever the users have said since.
-                    ruin += ["--cycle.min_on_policy_feedback", "0", "--train.reward_model.min_new_feedback", "1000000"]
-                    call(settings, stages.say, "cycle", *ruin)
+            with stages("refusal"):
+                ruin = ["--train.optimizer.learning_rate", str(RUINOUS_LEARNING_RATE), "--train.steps", "2"]
+                # It is refused whatever the users have said since.
+                ruin += ["--cycle.min_on_policy_feedback", "0", "--train.reward_model.min_new_feedback", "1000000"]
+                call(settings, stages.say, "cycle", *ruin)
         with stages("report"):
             figures = summary.write(settings, folder, account(folder), {**stages.seconds, "total": stages.elapsed})
     show(figures, folder)
@@ -143,15 +144,15 @@ def demo_config(folder: Path, recipe: str, cycles: int, seed: int) -> dict[str, 
             "data": {"prompts_per_step": 40, "min_prompts": 64, "traffic_share": 0.2},
             "reward_model": {
                 **{"steps": 48, "items_per_step": 96, "learning_rate": 5e-4, "vote_noise": 0.1},
-                **{"min_items": 400, "min_new_feedback": 1000},
+                **{"min_items": 400, "min_new_feedback": 800},
             },
         },
         "cycle": {
             "recipe": recipe,
             "min_new_rewards": 100,
-            "min_on_policy_feedback": 600 if recipe == "rlhf" else 0,
+            "min_on_policy_feedback": 400 if recipe == "rlhf" else 0,
         },
-        "schedule": {"interval_seconds": 3.0, "first_after_seconds": 8.0, "max_cycles": cycles},
+        "schedule": {"interval_seconds": 3.0, "first_after_seconds": 5.0, "max_cycles": cycles},
     }
 
 
@@ -191,6 +192,7 @@ def users_command(users_file: Path, folder: Path, settings: Settings, users: int
         "--prompts": str(folder / "prompts.jsonl"),
         "--account": str(folder / "account.jsonl"),
         "--pace": "0.08",
+        "--feedback-share": "1.0",
         "--random-seed": str(seed),
     }
     flags = ["--headless", "--only-summary"]

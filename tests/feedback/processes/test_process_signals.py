@@ -17,6 +17,7 @@ import pytest
 from feedback.config import LakeConfig
 from feedback.ingest.sealer_process import Sealer
 from feedback.lake.tables import Lake
+from feedback.processes.exit import still_running
 from feedback.processes.signals import (
     STOPPING,
     Stopped,
@@ -109,6 +110,18 @@ def test_what_comes_while_signals_are_held_back_comes_afterwards() -> None:
         assert came == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_process_that_nobody_has_asked_for_has_ended_all_the_same() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended, subprocess.Popen(["sleep", "600"]) as running:
+        processes = [psutil.Process(ended.pid), psutil.Process(running.pid)]
+        until = time.monotonic() + 120
+        while still_running(processes, 0.0) != [processes[1]]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert processes[0].status() == psutil.STATUS_ZOMBIE  # the test has not waited for it
+        running.kill()
+        assert still_running(processes, 120.0) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
