@@ -6,7 +6,8 @@ promote` goes back and forth between two policies: with the second set of weight
 kept (``standby``), and with none (``in_place``). Every token of the one policy is a small letter and every token of
 the other a capital one, so that the text itself says which policy sampled each token. ``vllm`` is vLLM's own server,
 with the same model, clients, flags and environment (``vllm_peer``) and its own way: pause (mode keep), reload the
-weights from the folder, resume. The text that comes then must be the other policy's, or the benchmark fails.
+weights from the folder, resume, and answer a request. The text that comes then must be the other policy's, or the
+benchmark fails.
 
 A gap is the time between two arrivals of text in one stream. Of each swap the longest gap of all streams counts, from
 the start of `millrace promote` to one second after `GET /policy` reports the new version: ``gap_ms`` is the mean over
@@ -403,6 +404,8 @@ class Target(Server):
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self.folder(version))}}
         await asyncio.to_thread(post, f"{self.url}/collective_rpc", reload)
         await asyncio.to_thread(post, f"{self.url}/resume")
+        # Its steps go on some time after it says so, with 0.6B parameters after seconds: the window lasts till then.
+        await asyncio.to_thread(post, f"{self.url}{self.path}", self.fields | {"prompt": "a", "max_tokens": 1})
         await asyncio.sleep(AFTER_S)
         return Window(began, time.perf_counter(), version)
 
