@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +17,7 @@ from train.own_model.trial import as_trained
 from train.planner.assignment import ASLEEP, Assignment, Role
 from train.planner.check import Finding, check_server, check_training, planned
 from train.planner.defaults import is_small
-from train.planner.machine import PRESETS, Machine, this_cpu
+from train.planner.machine import Machine, machine_of_gpus, this_cpu
 
 if TYPE_CHECKING:
     from train.config.training import TrainConfig
@@ -130,11 +129,11 @@ def this_machine(ranks: int = 1, assignment: Assignment | None = None, role: Rol
     if not (found := devices.gpus()):
         raise ValueError("vLLM's build for GPUs is installed, and NVML shows no GPU, whose memory it would be")
     own = () if assignment is None else assignment.of(role)
-    size = max(gpu.total_bytes for gpu in found)
+    largest = max(found, key=lambda gpu: gpu.total_bytes)
     visible = devices.names()
     count = len(own) or min(len(found), len(visible or found))
     asleep = ASLEEP if assignment is not None and role in assignment.waits_for else 0
-    return replace(PRESETS["A100"], name=f"{size / 2**30:.0f}GB", devices=count, memory=size - asleep)
+    return machine_of_gpus(largest.name, count, largest.total_bytes - asleep)
 
 
 def _require(

@@ -56,8 +56,10 @@ class EngineConfig(Section):
         "memory, on a GPU at most 30 % of it.",
     )
     tensor_parallel_size: int = Field(default=1, ge=1, description="Devices that one copy of the policy is split over.")
-    enforce_eager: bool = Field(
-        default=True, description="Start at once, without compiling; false pays on long suites."
+    enforce_eager: bool | None = Field(
+        default=None,
+        description="true: an engine of one's own starts at once, without compiling; false pays on long suites; null: "
+        "as true, and an engine that is there already may answer whether it has compiled or not.",
     )
     extra: dict[str, Any] | None = Field(
         default=None, description="Further arguments of vLLM's engine, by their own names; null: serve.engine.extra."

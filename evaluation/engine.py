@@ -111,7 +111,7 @@ class OfflineEngine:
         variables = engine_variables(config.log_level, one_process=one_process, one_machine=True)
         os.environ.update(variables | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"})  # stdout belongs to the caller
         gc.collect()  # an engine closed before this one leaves reference cycles that hold its weights
-        self._eager = config.enforce_eager
+        self._eager = config.enforce_eager is not False
         cache = fit_batch_engine(config, path, section="evaluation.engine")
         if cut := cache.cut("evaluation.engine"):
             log.warning("%s", cut)
@@ -127,7 +127,7 @@ class OfflineEngine:
             tensor_parallel_size=config.tensor_parallel_size,
             distributed_executor_backend="uni" if one_process else "mp",
             worker_extension_cls=OFFLINE_WORKER,
-            enforce_eager=config.enforce_eager,
+            enforce_eager=self._eager,
             use_tqdm_on_load=False,
         )
 
@@ -311,6 +311,8 @@ class LentEngine(OfflineEngine):
             if word == "lent":
                 return cls._of(connection, policy, config)
             why = rest[0] if rest else f"the resident workers are {word}"
+            if word == "error":
+                wait_until_gone(connection)  # whoever fails ends, and gives its memory back
             if word == "refused" and not _fits_beside(policy, config):
                 why += "; they end, as another engine does not fit beside theirs"
                 connection.close()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import secrets
 import select
 import signal
@@ -76,7 +77,7 @@ class Listener:
         ready = select.select(self.sockets, [], [], timeout_s)[0]
         if not ready:
             return None
-        accepted, _ = ready[0].accept()
+        accepted, _ = random.choice(ready).accept()  # or a crowd at the one would keep all from the other
         if not is_ours(accepted):
             accepted.close()
             return None

@@ -39,7 +39,7 @@ def test_what_a_run_leaves_open_is_decided_by_the_device_that_there_is() -> None
 
     from train.config.training import TrainConfig
     from train.planner.defaults import unplanned
-    from train.run.devices import machine_of_run, smallest_gpu
+    from train.run.devices import machine_of_run, this_node
 
     config = TrainConfig.model_validate({"launcher": "torchrun"})
     machine = machine_of_run(config, 0)
@@ -50,7 +50,9 @@ def test_what_a_run_leaves_open_is_decided_by_the_device_that_there_is() -> None
     if DEVICE == "cuda":
         pytest.importorskip("pynvml")
         total = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-        assert smallest_gpu()[1] == pytest.approx(total, rel=0.03)
+        node = this_node()
+        assert node is not None
+        assert node.memory == pytest.approx(total, rel=0.03)
         assert machine.memory == torch.cuda.get_device_properties(0).total_memory
 
 

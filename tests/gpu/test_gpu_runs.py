@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,53 @@ def test_a_whole_run_learns_and_publishes_a_policy(tmp_path: Path, launcher: str
         assert math.isfinite(step["reward"])
         assert step["grad_norm"] > 0
         assert step["logprob_difference_max"] < 0.6, "as of require_turns, in bfloat16"
+
+
+ENVIRONMENT = """
+from train.environments.environment import Environment
+
+class Short(Environment):
+    async def reset(self, prompt):
+        return prompt.as_messages
+
+    async def step(self, text, tool_calls):
+        return [], 1.0 - len(text), True
+"""
+
+
+@gpu_test("part", "nothing sleeps, and the engine is eager", packages=("ray", "vllm"))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": {"name": "ppo", "group_size": 2}},
+        {"rollout": {"staleness": 1}},
+        {"environment": {"name": "users_games:Short"}},
+    ],
+    ids=["critic", "responses that go on", "episodes"],
+)
+def test_a_run_with_a_critic_responses_that_go_on_or_episodes_learns(tmp_path: Path, settings: dict[str, Any]) -> None:
+    from tests.train.job_home import job_context, make_home, metrics_of
+    from train.config.training import TrainConfig
+    from train.context import JobContext
+    from train.launch import run_job
+
+    make_home(tmp_path)
+    (tmp_path / "users_games.py").write_text(ENVIRONMENT)
+    cache = {"kv_cache_bytes": 16 * 2**20} if device_type() == "cpu" else {}
+    rollout = RUN["rollout"] | cache | settings.get("rollout", {})
+    reward = {} if "environment" in settings else {"reward": "users_code:reward"}
+    others = {"parent": 1, "python_path": [str(tmp_path)], **reward}
+    context = JobContext.model_validate(job_context(tmp_path, "run", **others))
+    config = RUN | settings | {"launcher": "torchrun", "rollout": rollout}
+    result = run_job(TrainConfig.model_validate(config), context)
+    assert (result.reason, result.steps) == (None, 3)
+    assert result.candidate is not None
+    assert changed_weights(tmp_path, result.candidate)
+    for step in metrics_of(tmp_path, "run"):
+        assert math.isfinite(step["reward"])
+        assert step["grad_norm"] > 0
+        # Responses that go on are older policies' in part, and these learn fast.
+        assert step["logprob_difference_max"] < (3 if "rollout" in settings else 0.6)
 
 
 @gpu_test("all", packages=("ray", "vllm"))
@@ -167,3 +216,40 @@ def test_a_reward_model_scores_on_the_device_as_on_a_cpu(tmp_path: Path, dtype: 
     assert DEVICE == "cpu" or torch.cuda.max_memory_allocated() > before
     assert found == pytest.approx(scored("cpu", "float32"), abs=1e-4 if dtype == "float32" else 0.03)
     assert len(set(found)) == 4
+
+
+@gpu_test("part", "an engine has one rank, and no device is hidden from a process", devices=2, packages=("ray", "vllm"))
+def test_a_server_of_two_devices_and_a_fleet_of_two_answer_as_a_server_of_one(tmp_path: Path) -> None:
+    from loadtests.server import MILLRACE, Server, free_port, run
+    from loadtests.tiny_model import make_model_folder
+
+    model, home = make_model_folder(tmp_path / "model", 1, hidden=128, heads=4), tmp_path / "home"
+    run("init", "--model", str(model), "--home", str(home), "--no-write-config")
+
+    def answers(**settings: int) -> set[tuple[str, ...]]:
+        """What greedy responses to three prompts are, whichever replica they come from."""
+        port = free_port()
+        options: dict[str, Any] = {"serve.port": port, "serve.engine.dtype": "float32"}
+        options |= {"serve.engine.kv_cache_bytes": 2**26, "serve.engine.max_model_len": 128}
+        options |= {f"serve.{name}": value for name, value in settings.items()}
+        command = [MILLRACE, "serve", "--home", str(home)]
+        command += [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+        with Server(command, port, tmp_path / "serve.log") as server:
+            found = set()
+            for turn in range(4):
+                texts = []
+                for prompt in ("one", "two and two", "three"):
+                    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "user": f"user-{turn}"}
+                    request = urllib.request.Request(
+                        f"{server.url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+                    )
+                    with urllib.request.urlopen(request, timeout=120) as answer:
+                        texts.append(json.loads(answer.read())["responses"][0]["text"])
+                found.add(tuple(texts))
+            return found
+
+    alone = answers()
+    assert len(alone) == 1
+    if DEVICE == "cuda":
+        assert answers(**{"engine.tensor_parallel_size": 2}) == alone
+    assert answers(**{"fleet.replicas": 2}) == alone

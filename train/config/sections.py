@@ -93,6 +93,8 @@ class OptimizerConfig(Section):
     def _belong_together(self) -> Self:
         if self.momentum is not None and self.name not in ("muon", "sgd"):
             raise ValueError(f"momentum={self.momentum:g} is of muon and sgd, and name is {self.name}; take it out")
+        if (self.name == "sgd" or self.is_own) and self.betas != type(self).model_fields["betas"].default:
+            raise ValueError(f"betas={self.betas} are of adamw, adamw_8bit and muon, and name is {self.name}")
         if self.options and not self.is_own:
             raise ValueError(f"options={self.options} are of an optimizer of your own, and name is {self.name}")
         if self.final_learning_rate and self.schedule == "constant":

@@ -312,6 +312,16 @@ class TrainConfig(Section):
         pools = {on.actor, on.reference, on.critic or on.actor}
         return max(self.ranks_of(pool) // self.fsdp.ranks_per_part for pool in pools)
 
+    @property
+    def sequences_per_prompt(self) -> int:
+        """Of a sampled prompt, that an update learns from: its group, or the best of it."""
+        return self.algorithm.group_size if self.samples and self.algorithm.name != BEST_OF_N else 1
+
+    @property
+    def sequences_per_step(self) -> int:
+        """That a step learns from, at least."""
+        return self.data.fresh_prompts_per_step * self.sequences_per_prompt + self.data.traffic_prompts_per_step
+
     @model_validator(mode="after")
     def _can_work(self) -> TrainConfig:
         self.algorithm = self.algorithm.with_lengths(self.longest_response)
@@ -721,11 +731,9 @@ def _batch_suits(config: TrainConfig) -> None:
             f"train.minibatches={config.minibatches} is more than train.data.prompts_per_step={data.prompts_per_step}; "
             "a minibatch needs at least one prompt"
         )
-    best = config.algorithm.name == BEST_OF_N  # one of a group
-    each = config.algorithm.group_size if config.samples and not best else 1
-    sequences = data.fresh_prompts_per_step * each + data.traffic_prompts_per_step
-    if sequences < ranks * config.minibatches:
-        groups = f" of train.algorithm.group_size={each}" if config.samples and not best else ""
+    if config.sequences_per_step < ranks * config.minibatches:
+        each = config.sequences_per_prompt
+        groups = f" of train.algorithm.group_size={each}" if config.samples and each > 1 else ""
         raise ValueError(
             f"train.data.prompts_per_step={data.prompts_per_step}{groups} is too little for train.minibatches="
             f"{config.minibatches} that {ranks} data-parallel ranks share, each with at least one response; use at "

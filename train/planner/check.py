@@ -101,6 +101,8 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
         return Finding("unplanned", f"train.dataflow={config.dataflow} may hold other models than are planned for")
     if machine.kind == "cuda" and any(pool.gpus == 0 for pool in config.placement.pools.values()):
         return Finding("unplanned", "train.placement.pools has a pool without GPUs, beside others")
+    if machine.kind == "cuda":
+        machine = replace(machine, host_capacity=host)
     models = models_of(read_config(policy, config.model), config, machine.kind)
     work = Workload.of(config, prompt_tokens=1)
     with TemporaryDirectory() as aside:
@@ -148,8 +150,6 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
         fitting = plan(opened, models, machine, work)  # with another KV cache alone
         if not fitting.fits:
             fitting = choose(opened, models, machine, work)
-        if fitting.host_bytes > host:
-            fitting = choose(_opened(config, offload=False), models, machine, work)
     except NothingFits as nothing:
         larger = "a machine with more memory" if machine.kind == "cpu" else "more or larger devices"
         adapters = "train adapters (train.lora), or " if _adapters_fit(config, policy, machine, work) else ""

@@ -125,7 +125,8 @@ def by_plan(config: TrainConfig, models: Models, machine: Machine, context: int 
         tried.append(each)
     if not tried:
         raise NothingFits("the settings suit no number of ranks")
-    return min(tried, key=lambda each: each.peak.bytes)
+    room = machine.host_capacity
+    return min(tried, key=lambda each: (each.host_bytes > room, each.peak.bytes))
 
 
 def kv_cache(found: Plan, policy: Path, context: int | None) -> int:

@@ -26,13 +26,14 @@ class Machine:
     driver, its context and collectives take. ``fragmentation``: share of a device's memory that its allocator can't
     hand out. ``flops``: of matrix products in bfloat16, at the peak. ``bandwidth``: bytes of its memory. ``link``:
     bytes that it sends to others of its node; ``network``: to other nodes; ``host``: to the host's memory;
-    ``host_memory``: of the host's memory, its share. ``flops_share``, ``bandwidth_share``, ``link_share``: of those
-    peaks that is reached. ``float32_share``: of the flops, in float32. ``layer_s``: the least that a decoder layer
-    takes to generate a token, as its kernels are started one by one; ``graph_layer_s``: where CUDA graphs start them.
-    Of a CPU, where the shares have none of it: ``parameter_s``: what a matrix product takes for a parameter of its
-    weight, whatever the rows; ``operation_s``: what an operation takes, whatever its size; ``touched``:
-    bytes that operations element by element read and write; ``unit_s``: what FSDP takes to gather or reduce a layer,
-    whatever its size; ``again_share``: what checkpointing takes to compute a forward pass again, over that pass.
+    ``host_memory``: of the host's memory, its share; ``host_capacity``: bytes that a node has of it, where that is
+    known. ``flops_share``, ``bandwidth_share``, ``link_share``: of those peaks that is reached. ``float32_share``: of
+    the flops, in float32. ``layer_s``: the least that a decoder layer takes to generate a token, as its kernels are
+    started one by one; ``graph_layer_s``: where CUDA graphs start them. Of a CPU, where the shares have none of it:
+    ``parameter_s``: what a matrix product takes for a parameter of its weight, whatever the rows; ``operation_s``: what
+    an operation takes, whatever its size; ``touched``: bytes that operations element by element read and write;
+    ``unit_s``: what FSDP takes to gather or reduce a layer, whatever its size; ``again_share``: what checkpointing
+    takes to compute a forward pass again, over that pass.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Machine:
     network: float
     host: float
     host_memory: float = 25e9
+    host_capacity: float = math.inf
     node_devices: int = 8
     reserved: int = int(1.5 * GIB)
     fragmentation: float = 0.05
@@ -92,6 +94,13 @@ PRESETS: Final = {
     "H200": Machine("H200", 1, int(139.8 * GIB), 989e12, 4.8e12, 450e9, 50e9, 50e9),
 }
 _EXAMPLES: Final = "8x80GB, 8xA100, 8xH100, 4xH200 or cpu"
+
+
+def machine_of_gpus(name: str, devices: int, memory: int) -> Machine:
+    """Devices of a name that the driver gives them, each with so much memory: a preset's rates, or else an A100's."""
+    like = next((known for known in PRESETS if known in name.upper()), "")
+    named = f"{like} {memory / GIB:.0f}GB".strip()
+    return replace(PRESETS[like or "A100"], name=named, devices=devices, memory=memory)
 
 
 def parse_gpus(text: str) -> Machine:

@@ -81,7 +81,7 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
     """The models of a run that starts from ``policy``; ``device``: "cuda" or "cpu".
 
     Raises:
-        ModelNotPlanned: as ``shape_of``; or no policy is trained.
+        ModelNotPlanned: as ``shape_of``; or no policy is trained; or attention keeps what nothing here counts.
     """
 
     def traced(of: PretrainedConfig, make: Make, lora: AdapterConfig | None = None) -> TracedModel:
@@ -92,6 +92,11 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
         raise ModelNotPlanned(
             f"train.algorithm.name={config.algorithm.name} trains no policy, and only policies are planned for; choose "
             "the algorithm of the policy that it is for"
+        )
+    if config.fsdp.attention == "eager":
+        raise ModelNotPlanned(
+            "train.fsdp.attention=eager keeps a score for each pair of tokens, which no plan counts; plan with auto, "
+            "which keeps none"
         )
     make = maker(config.model)
     plain = traced(policy, make)

@@ -40,6 +40,8 @@ _LARGE: Final = 70 * GIB
 (``EngineArgs.get_batch_defaults``), but for the A100."""
 
 _KV_LEAST: Final = 16 * 2**20
+_EVEN: Final = 1.02
+"""As ``train.batch.packed`` has it."""
 
 
 class NothingFits(ValueError):
@@ -48,12 +50,13 @@ class NothingFits(ValueError):
 
 @dataclass(frozen=True)
 class Workload:
-    """A step's prompts and their lengths, the longest that are expected."""
+    """A step's prompts and their lengths, the longest that are expected. ``whole_groups``: none is split over ranks."""
 
     prompts: int
     group_size: int
     prompt_tokens: int
     response_tokens: int
+    whole_groups: bool = False
 
     @classmethod
     def of(cls, config: TrainConfig, prompt_tokens: int) -> Workload:
@@ -62,7 +65,7 @@ class Workload:
         response, context = config.longest_response, config.rollout.max_model_len
         if config.environment is not None and context is not None:  # turns end where the context does
             response = max(1, min(response, context - prompt_tokens))
-        return cls(config.data.prompts_per_step, group, prompt_tokens, response)
+        return cls(config.data.prompts_per_step, group, prompt_tokens, response, config.algorithm.name == "dpo")
 
 
 class Trace(Protocol):
@@ -173,7 +176,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.peak.bytes <= self.machine.usable
+        return self.peak.bytes <= self.machine.usable and self.host_bytes <= self.machine.host_capacity
 
     @property
     def host_bytes(self) -> int:
@@ -202,7 +205,7 @@ def micro_batches(work: Workload, ranks: int, tokens: int) -> tuple[int, Batch, 
         (count, the usual micro-batch, the largest): where responses are shorter than the longest, or uneven, more of
         them share one, up to the ``tokens`` that a micro-batch may have.
     """
-    prompts, n = -(-work.prompts // ranks), work.group_size
+    prompts, n = _part_of_a_rank(work, ranks)
     whole = work.prompt_tokens + n * work.response_tokens
     if whole <= tokens or n == 1:
         count = -(-prompts // max(1, tokens // whole))
@@ -213,6 +216,22 @@ def micro_batches(work: Workload, ranks: int, tokens: int) -> tuple[int, Batch, 
     usual = Batch.of(each, together, work.prompt_tokens, work.response_tokens)
     used = each * (work.prompt_tokens + together * work.response_tokens)
     return count, usual, usual.scaled(max(1.0, min(tokens, prompts * whole) / used))
+
+
+def _part_of_a_rank(work: Workload, ranks: int) -> tuple[int, int]:
+    """(groups, responses in each) of the rank that has most, as ``PackedBatch.split`` deals them out: whole groups,
+    halves, quarters, down to single responses, the first that is even, or else the evenest."""
+    response, best, pieces = work.response_tokens, None, 1
+    even = work.prompts * (work.prompt_tokens + work.group_size * response) / ranks
+    while True:
+        n = -(-work.group_size // pieces)
+        groups = -(-work.prompts * pieces // ranks)
+        cost = groups * (work.prompt_tokens + n * response)
+        if best is None or cost < best[0]:
+            best = cost, groups, n
+        if cost <= _EVEN * even or n == 1 or work.whole_groups:
+            return best[1:]
+        pieces *= 2
 
 
 def plan(config: TrainConfig, models: Models, machine: Machine, work: Workload) -> Plan:
@@ -235,14 +254,20 @@ def choose(config: TrainConfig, models: Models, machine: Machine, work: Workload
     if not planners:
         raise NothingFits(
             f"no settings suit {machine.devices} devices: train.rollout.tensor_parallel_size="
-            f"{config.rollout.tensor_parallel_size} and train.fsdp.replicas={config.fsdp.replicas} must divide them; "
-            "leave them unset, or plan for another number"
+            f"{config.rollout.tensor_parallel_size} and train.fsdp.replicas={config.fsdp.replicas} must divide them, "
+            f"and each takes one of the {config.sequences_per_step} responses of a step at least, in "
+            f"train.minibatches={config.minibatches}; leave them unset, or plan for another number"
         )
     if (fastest := _fastest(planners)) is not None:
         return fastest
     plans = [planner.plan() for planner in planners]
     least = min(plans, key=lambda found: found.peak.bytes)
-    over = least.peak.bytes - machine.usable
+    if (over := least.peak.bytes - machine.usable) <= 0:
+        host = min(found.host_bytes for found in plans if found.peak.bytes <= machine.usable)
+        raise NothingFits(
+            f"nothing fits on {machine.devices} x {machine.name}: {host / GIB:.1f} GiB at least wait in the host's "
+            f"memory, and a node has {machine.host_capacity / GIB:.1f}"
+        )
     what, most = max(least.peak.memory.items(), key=lambda item: item[1])
     raise NothingFits(
         f"nothing fits on {machine.devices} x {machine.name}: with the least memory, {least.peak.name} needs "
@@ -403,7 +428,7 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
             continue  # ranks that share layers would cross replicas
         if config.placement.rollout == config.placement.actor and t % cut and cut % t:
             continue  # they share ranks
-        yield config.model_copy(
+        found = config.model_copy(
             update={
                 "ranks": ranks,
                 "micro_batch_tokens": tokens,
@@ -422,6 +447,8 @@ def candidates(config: TrainConfig, models: Models, machine: Machine, work: Work
                 "rollout": rollout.model_copy(update={"tensor_parallel_size": t}),
             }
         )
+        if found.sequences_per_step >= found.data_parallel_ranks * found.minibatches:
+            yield found
 
 
 def _slices(config: TrainConfig, models: Models, machine: Machine, ranks: int) -> list[int]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
 from serve.gpus import gpus
+from serve.kv_cache import machine_memory
 from train.config.training import TrainConfig
-from train.planner.machine import PRESETS, Machine, this_cpu
-from train.planner.sizes import GIB
+from train.planner.machine import Machine, machine_of_gpus, this_cpu
 
 _ASKED_S: Final = 60.0
 
@@ -26,41 +26,56 @@ def machine_of_run(config: TrainConfig, devices: int) -> Machine | None:
         if not torch.cuda.is_available():
             return this_cpu(ranks)
         found = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return _gpus(ranks, found.name, found.total_memory)
+        gpus_here = torch.cuda.device_count()
+        return _gpus(ranks, _Node(found.name, found.total_memory, gpus_here, machine_memory()))
     if not devices:
         return this_cpu(ranks)
-    name, memory = _of_cluster()
-    return None if memory is None else _gpus(ranks, name, memory)
+    nodes = _nodes_of_cluster()
+    if not nodes or None in nodes:
+        return None
+    known = [node for node in nodes if node is not None]
+    least = min(known, key=lambda node: node.memory)
+    return _gpus(ranks, replace(least, gpus=min(n.gpus for n in known), host=min(n.host for n in known)))
 
 
-def _gpus(ranks: int, name: str, memory: int) -> Machine:
-    like = next((preset for known, preset in PRESETS.items() if known in name), PRESETS["A100"])
-    return replace(like, name=f"{memory / GIB:.0f}GB", devices=ranks, memory=memory)
+@dataclass(frozen=True)
+class _Node:
+    """A machine's smallest GPU, by name and bytes; how many it has; bytes of the host's memory."""
+
+    name: str
+    memory: int
+    gpus: int
+    host: int
 
 
-def _of_cluster() -> tuple[str, int | None]:
-    """(name, bytes) of the smallest GPU of a machine of Ray's that has some, by the driver's library there.
+def _gpus(ranks: int, node: _Node) -> Machine:
+    machine = machine_of_gpus(node.name, ranks, node.memory)
+    return replace(machine, node_devices=node.gpus, host_capacity=node.host)
 
-    This process may have none, and a context on it would cost memory.
+
+def _nodes_of_cluster() -> list[_Node | None]:
+    """The machines of Ray's that have GPUs, by the driver's library there; None: of one nothing is known.
+
+    This process may have none, and a context on one would cost memory.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
-    if not nodes:
-        return "", None
-    where = NodeAffinitySchedulingStrategy(nodes[0], soft=False)
-    asked = ray.remote(num_cpus=0)(smallest_gpu).options(scheduling_strategy=where).remote()
+    task = ray.remote(num_cpus=0)(this_node)
+    asked = [
+        task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in nodes
+    ]
     try:
-        found: tuple[str, int | None] = ray.get(asked, timeout=_ASKED_S)
+        found: list[_Node | None] = ray.get(asked, timeout=_ASKED_S)
     except ray.exceptions.RayError:
-        return "", None
+        return []
     return found
 
 
-def smallest_gpu() -> tuple[str, int | None]:
-    """(name, bytes) of this machine's GPU with the least memory; None without one, or without the driver's library."""
+def this_node() -> _Node | None:
+    """This machine; None without a GPU, or without the driver's library."""
     if not (found := gpus()):
-        return "", None
+        return None
     least = min(found, key=lambda gpu: gpu.total_bytes)
-    return least.name, least.total_bytes
+    return _Node(least.name, least.total_bytes, len(found), machine_memory())

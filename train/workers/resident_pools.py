@@ -184,7 +184,7 @@ def evaluation_engine(config: EngineConfig, policy: Policy) -> dict[str, Any]:
         "max_model_len": cache.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_batched_tokens,
-        "enforce_eager": config.enforce_eager,
+        **({} if config.enforce_eager is None else {"enforce_eager": config.enforce_eager}),
         "extra": config.extra or {},
         **({"kv_cache_bytes": cache.size} if cache.max_model_len < 0 else {}),
     }

@@ -294,6 +294,17 @@ def test_a_run_whose_tokens_are_labelled_takes_over_no_engine_that_schedules_ahe
     assert schedules_ahead != labels == also_labels
 
 
+def test_whether_an_engine_has_compiled_counts_only_where_that_is_set(tmp_path: Path) -> None:
+    make_home(tmp_path)
+    found = PolicyStore(tmp_path / "policies").get(1)
+    pools, (config, _) = ResidentPools(), job(tmp_path, "graphs", **GRPO, rollout={"enforce_eager": False})
+    pools._engine = rollout_engine(config, found, found.path)  # as a run on a GPU settles it
+    judging = {"dtype": config.dtype, "max_num_seqs": config.rollout.max_num_seqs}
+    assert "enforce_eager" not in str(pools.refusal(EngineConfig(**judging), found))
+    refusal = pools.refusal(EngineConfig(**judging, enforce_eager=True), found)
+    assert "enforce_eager False, not True" in str(refusal)
+
+
 def test_an_engine_in_fp8_is_lent_to_an_evaluation_in_fp8_alone(tmp_path: Path) -> None:
     make_home(tmp_path)
     found = PolicyStore(tmp_path / "policies").get(1)

@@ -111,6 +111,7 @@ def test_a_users_optimizer_without_weight_decay_is_not_given_one() -> None:
     [
         ({"optimizer": {"name": "adam"}}, "train.optimizer.name|optimizer.name"),
         ({"optimizer": {"momentum": 0.9}}, "momentum=0.9 is of muon and sgd, and name is adamw"),
+        ({"optimizer": {"name": "sgd", "betas": [0.8, 0.9]}}, "are of adamw, adamw_8bit and muon, and name is sgd"),
         ({"optimizer": {"options": {"eps": 1}}}, "are of an optimizer of your own, and name is adamw"),
         ({"optimizer": {"final_learning_rate": 0.1}}, "final_learning_rate=0.1 is of schedule=linear and cosine"),
         ({"optimizer": {"groups": [{"pattern": "("}]}}, "is no regular expression"),

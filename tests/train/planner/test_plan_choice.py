@@ -11,9 +11,10 @@ import pytest
 
 from serve.config import EngineConfig, SwapConfig
 from tests.train.planner.public_configs import write
+from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.planner.machine import parse_gpus
-from train.planner.model_shape import models_of, read_config
+from train.planner.model_shape import ModelNotPlanned, models_of, read_config
 from train.planner.plan import (
     Models,
     NothingFits,
@@ -281,6 +282,46 @@ def test_micro_batches_are_as_packing_makes_them() -> None:
     assert full.rows == round(usual.rows * 200 / 180)
     count, usual, _ = micro_batches(work, 2, 50)  # two responses at a time
     assert (count, usual.rows) == (12, 10 + 2 * 19)
+
+
+@pytest.mark.parametrize(("prompts", "ranks"), [(32, 64), (3, 2), (5, 4), (32, 8), (7, 3)])
+def test_a_rank_has_as_many_responses_as_a_batch_is_split_into(prompts: int, ranks: int) -> None:
+    work = Workload(prompts, group_size=8, prompt_tokens=10, response_tokens=20)
+    rollouts = [
+        Rollout(prompt=[group + 1] * 10, response=[1] * 20, log_probs=[0.0] * 20, reward=0.0, group=group)
+        for group in range(prompts)
+        for _ in range(8)
+    ]
+    parts = PackedBatch.pack(rollouts).balanced(ranks)
+    most = max(len(part) for part in parts)
+    _, usual, _ = micro_batches(work, ranks, 1 << 20)  # all of a rank's in one
+    assert usual.scored == 20 * most
+    assert micro_batches(replace(work, whole_groups=True), ranks, 1 << 20)[1].scored == -(-prompts // ranks) * 160
+
+
+def test_attention_that_keeps_scores_is_not_planned_for(qwen: Path) -> None:
+    with pytest.raises(ModelNotPlanned, match=r"train\.fsdp\.attention=eager keeps a score for each pair"):
+        models_of(read_config(qwen), config(fsdp={"attention": "eager"}), "cuda")
+
+
+def test_no_plan_offloads_more_than_the_hosts_memory(models: Models) -> None:
+    machine = parse_gpus("2x40GB")
+    needed = choose(config(), models, machine, WORK).host_bytes
+    assert choose(config(), models, replace(machine, host_capacity=needed), WORK).fits
+    with pytest.raises(NothingFits, match="nothing fits on 2 x 40GB"):
+        choose(config(), models, replace(machine, host_capacity=needed // 2), WORK)
+    small = replace(parse_gpus("8x80GB"), host_capacity=0)
+    assert choose(config(), models, small, WORK).host_bytes == 0
+
+
+def test_no_plan_has_more_ranks_than_a_step_has_responses(models: Models) -> None:
+    responses = {"data": {"prompts_per_step": 32}, "algorithm": {"name": "grpo", "group_size": 8}}
+    found = choose(config(**responses), models, parse_gpus("512x80GB"), WORK)
+    TrainConfig.model_validate(found.config.model_dump())  # by ranks that share layers
+    settings = config(**responses, fsdp={"tensor_parallel": 1, "sequence_parallel": 1})
+    assert choose(settings, models, parse_gpus("256x80GB"), WORK).fits
+    with pytest.raises(NothingFits, match="one of the 256 responses of a step"):
+        choose(settings, models, parse_gpus("512x80GB"), WORK)
 
 
 def test_a_second_set_of_weights_has_to_fit_beside_the_engine(models: Models) -> None:

@@ -160,13 +160,12 @@ async def _flat_out(append: Append, pool: list[dict[str, Any]], writers: int, se
 
 
 async def _at_a_rate(append: Append, pool: list[dict[str, Any]], rate: float, seconds: float) -> list[float]:
-    """Seconds that each append takes in an open loop: a row is due at its time, whatever became of others."""
+    """Seconds from when each row is due to its end, in an open loop: whatever became of others."""
     waits: list[float] = []
 
-    async def write(row: dict[str, Any]) -> None:
-        began = time.perf_counter()
+    async def write(row: dict[str, Any], due: float) -> None:
         await append(row)
-        waits.append(time.perf_counter() - began)
+        waits.append(time.perf_counter() - due)
 
     started = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
@@ -174,7 +173,7 @@ async def _at_a_rate(append: Append, pool: list[dict[str, Any]], rate: float, se
             due = started + number / rate
             while (early := due - time.perf_counter()) > 0:
                 await asyncio.sleep(max(early, _TICK_S) if early > _TICK_S else 0)
-            tasks.create_task(write(pool[number % _POOL]))
+            tasks.create_task(write(pool[number % _POOL], due))
     return waits
 
 
