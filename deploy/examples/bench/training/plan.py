@@ -64,7 +64,7 @@ RATES: Final = (
     "link",
 )
 TURNS, STEPS = 2, 3  # timed: so many turns of so many steps
-LENGTHS: Final = {"prompt_tokens": 32, "response_tokens": 97, "group_size": 4}
+LENGTHS: Final[dict[str, Any]] = {"prompt_tokens": 32, "response_tokens": 97, "group_size": 4}
 PROMPTS: Final = 4  # of a rank's batch
 FEWER_PROMPTS: Final = {"qwen3-370M": 1}
 """On a CPU, where its weights, gradients and moments are what takes memory, and a step of four takes half a minute."""
