@@ -37,10 +37,12 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def main() -> None:
     model, prompts, settings = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), json.loads(sys.argv[3])
     torch.set_num_threads(settings["threads"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = "<eos>"  # TRL needs one; it is never drawn
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=tokenizer,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         args=GRPOConfig(
             output_dir=str(Path(sys.argv[2]).parent / "trl"),
