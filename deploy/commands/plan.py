@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -210,9 +211,10 @@ def _as_json(
     ways: list[Way],
 ) -> dict[str, Any]:
     model = {"architecture": shape.architecture, "parameters": shape.parameters, "active": shape.active}
+    machine = {name: None if value == math.inf else value for name, value in asdict(found.machine).items()}
     return {
         "model": {**model, "by_kind": shape.kinds, "stored": shape.stored},
-        "machine": {**asdict(found.machine), "usable": found.machine.usable},
+        "machine": {**machine, "usable": found.machine.usable},
         "step": asdict(work),
         "settings": found.settings,
         "gpu_memory_utilization": round(found.engine_share, 3),

@@ -126,7 +126,12 @@ def better_presets(machine: Machine) -> list[Machine]:
     That one has a hundredth less memory than another counts for nothing.
     """
     return [
-        replace(preset, devices=machine.devices, node_devices=machine.node_devices)
+        replace(
+            preset,
+            devices=machine.devices,
+            node_devices=machine.node_devices,
+            host_capacity=machine.host_capacity,
+        )
         for preset in PRESETS.values()
         if machine.kind == preset.kind
         and min(preset.flops / machine.flops, preset.bandwidth / machine.bandwidth) >= 1

@@ -36,7 +36,7 @@ def test_a_7b_model_is_planned_for_people_and_as_json(tmp_path: Path, capsys: py
         assert expected in out
     code, out, err = run(capsys, tmp_path, *plain, "--json")
     assert code == 0, err
-    found = json.loads(out)
+    found = json.loads(out, parse_constant=pytest.fail)  # JSON has no Infinity
     assert found["model"]["parameters"] == 7_615_616_512
     assert found["settings"]["train.ranks"] == 8
     assert max(phase["bytes"] for phase in found["phases"]) == found["memory_limit"]["bytes"]
