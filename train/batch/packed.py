@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from train.batch.packing import balance, fill
+from train.batch.packing import EVEN, balance, fill
 from train.batch.prompt_rows import families
 
 
@@ -95,9 +95,6 @@ class Rollout:
             found[version] += end - start if self.sampled is None else sum(self.sampled[start:end])
         return found
 
-
-_EVEN: Final = 1.02
-"""The most that one rank computes over the mean of all with which more even is not looked for."""
 
 PER_SEQUENCE: Final = frozenset(
     (
@@ -256,7 +253,7 @@ class PackedBatch:
             most = max(sum(costs[u] for u in part) for part in split)
             if best is None or most < best[0]:
                 best = most, _joined(units, split)
-            if most * parts <= _EVEN * sum(costs):
+            if most * parts <= EVEN * sum(costs):
                 break
         assert best is not None
         return best[1]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from typing import Final
+
+EVEN: Final = 1.02
+"""The most that one rank computes over the mean of all with which more even is not looked for."""
 
 
 def balance(lengths: list[int], parts: int) -> list[list[int]]:

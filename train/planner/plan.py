@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 from serve.config import EngineConfig, SwapConfig
 from serve.kv_cache import SERVER_SHARE, device_share
 from serve.standby_room import SLACK, WORKSPACE, Needs, decide, never_standby
+from train.batch.packing import EVEN
 from train.config.training import TrainConfig
 from train.planner import memory, step_time
 from train.planner.engine_memory import ADAPTER_COPIES, engine_bytes
@@ -40,8 +41,6 @@ _LARGE: Final = 70 * GIB
 (``EngineArgs.get_batch_defaults``), but for the A100."""
 
 _KV_LEAST: Final = 16 * 2**20
-_EVEN: Final = 1.02
-"""As ``train.batch.packed`` has it."""
 
 
 class NothingFits(ValueError):
@@ -219,7 +218,7 @@ def micro_batches(work: Workload, ranks: int, tokens: int) -> tuple[int, Batch, 
 
 
 def _part_of_a_rank(work: Workload, ranks: int) -> tuple[int, int]:
-    """(groups, responses in each) of the rank that has most, as ``PackedBatch.split`` deals them out: whole groups,
+    """(groups, responses in each) of the rank that has most, as ``PackedBatch.balanced`` deals them out: whole groups,
     halves, quarters, down to single responses, the first that is even, or else the evenest."""
     response, best, pieces = work.response_tokens, None, 1
     even = work.prompts * (work.prompt_tokens + work.group_size * response) / ranks
@@ -229,7 +228,7 @@ def _part_of_a_rank(work: Workload, ranks: int) -> tuple[int, int]:
         cost = groups * (work.prompt_tokens + n * response)
         if best is None or cost < best[0]:
             best = cost, groups, n
-        if cost <= _EVEN * even or n == 1 or work.whole_groups:
+        if cost <= EVEN * even or n == 1 or work.whole_groups:
             return best[1:]
         pieces *= 2
 

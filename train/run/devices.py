@@ -30,12 +30,10 @@ def machine_of_run(config: TrainConfig, devices: int) -> Machine | None:
         return _gpus(ranks, _Node(found.name, found.total_memory, gpus_here, machine_memory()))
     if not devices:
         return this_cpu(ranks)
-    nodes = _nodes_of_cluster()
-    if not nodes or None in nodes:
+    if not (nodes := _nodes_of_cluster()):
         return None
-    known = [node for node in nodes if node is not None]
-    least = min(known, key=lambda node: node.memory)
-    return _gpus(ranks, replace(least, gpus=min(n.gpus for n in known), host=min(n.host for n in known)))
+    least = min(nodes, key=lambda node: node.memory)
+    return _gpus(ranks, replace(least, gpus=min(n.gpus for n in nodes), host=min(n.host for n in nodes)))
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,8 @@ def _gpus(ranks: int, node: _Node) -> Machine:
     return replace(machine, node_devices=node.gpus, host_capacity=node.host)
 
 
-def _nodes_of_cluster() -> list[_Node | None]:
-    """The machines of Ray's that have GPUs, by the driver's library there; None: of one nothing is known.
+def _nodes_of_cluster() -> list[_Node]:
+    """The machines of Ray's that have GPUs, by the driver's library there; none if of one nothing is known.
 
     This process may have none, and a context on one would cost memory.
     """
@@ -70,7 +68,8 @@ def _nodes_of_cluster() -> list[_Node | None]:
         found: list[_Node | None] = ray.get(asked, timeout=_ASKED_S)
     except ray.exceptions.RayError:
         return []
-    return found
+    known = [node for node in found if node is not None]
+    return known if len(known) == len(found) else []
 
 
 def this_node() -> _Node | None:
