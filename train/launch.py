@@ -29,10 +29,10 @@ from typing import Any, Final
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from feedback.processes.exit import end_process, skip_teardown, teardown_is_skipped
+from feedback.processes.exit import SIGNALLED, end_process, skip_teardown, teardown_is_skipped
 from feedback.processes.fork_server import PARENT, ForkedProcess, fork
 from feedback.processes.resident_socket import GONE_S, ask, connect, hang_up, wait_until_gone
-from feedback.processes.signals import Stopped, stop_on_signals
+from feedback.processes.signals import STOPPING, Stopped, stop_on_signals
 from feedback.user_code import search_last, search_path
 from serve.kv_cache import machine_memory
 from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
@@ -51,6 +51,7 @@ from train.context import (
 )
 from train.controller import torchrun
 from train.controller.dispatch import Layout
+from train.controller.failure_kinds import Kind
 from train.controller.heartbeat import Watch, driver_heartbeat, driver_step, forget_ranks, interval
 from train.controller.torchrun_guard import end_with_starter
 from train.job import run
@@ -135,7 +136,8 @@ def run_resident(config: TrainConfig, context: JobContext, watch: Watch) -> bool
             if word == "failed":
                 code, why = rest
                 wait_until_gone(connection)
-                raise JobError(f"{context.run} failed in the resident workers: {error_of(context) or why}", code)
+                kind: Kind | None = "lost" if code - SIGNALLED in STOPPING else None  # their owner ends, not this run
+                raise JobError(f"{context.run} failed in the resident workers: {error_of(context) or why}", code, kind)
             if word != "restart":
                 return bool(word == "done")
             wait_until_gone(connection)  # the next request gets new ones

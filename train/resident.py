@@ -45,6 +45,8 @@ from train.workers.resident_pools import ResidentPools
 _FIRST_S: Final = 120.0
 _LOOK_S: Final = 15.0
 _STOP_S: Final = 20.0
+_SILENT_S: Final = 1800.0
+"""Until an engine that is lent, and not asked, is taken back; an evaluation then goes on in one of its own."""
 
 
 class Residence:
@@ -158,14 +160,31 @@ class Residence:
             return
         self._note("answers an evaluation")
         self._do(connection, "lent", pools.load, policy)
-        while True:
-            try:
-                word, what = connection.recv()
-            except (EOFError, OSError):
-                break
+        while (message := self._next(connection)) is not None:
+            word, what = message
             self._do(connection, "value", pools.load if word == "load" else pools.lend, what)
         pools.take_back()
         self._note("asleep")
+
+    def _next(self, connection: Connection) -> tuple[Any, ...] | None:
+        """The next message of who has the engine; None if it has gone or is silent. Others are told meanwhile."""
+        deadline = time.monotonic() + _SILENT_S
+        while (left := deadline - time.monotonic()) > 0:
+            ready = wait([connection, *self._listener.sockets], left)
+            if connection in ready:
+                try:
+                    message: tuple[Any, ...] = connection.recv()
+                except (EOFError, OSError):
+                    return None
+                return message
+            self._turn_away()
+        return None
+
+    def _turn_away(self) -> None:
+        """Tell who asks next that the workers are busy."""
+        if (other := self._listener.accept(0.0)) is not None:
+            with other, suppress(OSError):
+                other.send(("busy",))
 
     def _do(self, connection: Connection, word: str, what: Callable[[Any], Any], argument: Any) -> None:
         """Answer with what a call returns. What it raises is said, and raised: the workers are of no further use."""
@@ -196,9 +215,7 @@ class Residence:
                     if not wait([done], _STOP_S):
                         os._exit(1)
                     return
-                if (other := self._listener.accept(0.0)) is not None:
-                    with other, suppress(OSError):
-                        other.send(("busy",))
+                self._turn_away()
 
         thread = threading.Thread(target=watch, name="watch who asked", daemon=True)
         thread.start()

@@ -86,7 +86,11 @@ def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> Cycl
 
             if busy := take_over(settings, say):
                 raise CycleBusy(busy)
-        with preloaded.serving(settings.path(settings.up.logs) / "preloaded.log"), resident.serving(settings):
+        with (
+            preloaded.serving(settings.path(settings.up.logs) / "preloaded.log"),
+            resident.joined(settings, "train"),
+            resident.serving(settings),
+        ):
             cycle = _Cycle(settings, say)
             with traced(settings, "millrace-cycle") as tracing:
                 return cycle.run(tracing)

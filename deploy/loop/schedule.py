@@ -99,7 +99,7 @@ class Scheduler:
                 preloaded.serving(self._settings.path(self._settings.up.logs) / "preloaded.log")
                 if self._trigger
                 else nullcontext(),
-                resident.serving(self._settings, at_once=self._soon) if self._trigger else nullcontext(),
+                resident.serving(self._settings, at_once=self._soon, shared=True) if self._trigger else nullcontext(),
             ):
                 self._scheduler.start()
         finally:

@@ -9,12 +9,13 @@ ends, and when a run in it fails. It runs below a subreaper, so that nothing is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from select import select
 from typing import Any, Final
@@ -23,12 +24,37 @@ import psutil
 
 from deploy import devices
 from deploy.config.root import Settings
-from deploy.supervise.children import Child, no_leftovers
+from deploy.supervise.children import Child, child_variables, no_leftovers
+from feedback.files import replace_file
 from feedback.processes.resident_socket import ADDRESS, Listener, listen
 from feedback.processes.signals import Stopped, stop_on_signals
+from train.planner.assignment import Role
 
 STATE: Final = ".resident.json"
 """In the home: since when resident workers are there, and what they do."""
+
+SHARED: Final = ".resident-shared.json"
+"""In the home, for its user alone: how commands beside a schedule reach the workers of its cycles."""
+
+_SURROUNDINGS: Final = (
+    *("CUBLAS_", "CUDA_", "GLOO_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "ONEDNN_", "PYTORCH_"),
+    *("RAY_", "TORCH", "TRITON_", "VLLM_"),
+    *(
+        "AWS_",
+        "AZURE_",
+        "COMET_",
+        "GOOGLE_",
+        "HF_",
+        "HTTP",
+        "http",
+        "MLFLOW_",
+        "NO_PROXY",
+        "no_proxy",
+        "SSL_",
+        "WANDB_",
+    ),
+)
+"""How variables begin that decide what workers compute by, and what they reach."""
 
 _GRACE_S: Final = 20.0
 _IMPORTS_S: Final = 60.0
@@ -37,12 +63,13 @@ _END_S: Final = 40.0
 
 
 @contextmanager
-def serving(settings: Settings, *, at_once: bool = False) -> Iterator[None]:
+def serving(settings: Settings, *, at_once: bool = False, shared: bool = False) -> Iterator[None]:
     """Have the stages that this process starts in the block share resident workers, unless one above owns some.
 
     They start when the first training asks, again when one asks after they have ended, and end with the block. None
     stay where the server has training's devices between two runs: also what sleeps keeps some of a device.
     ``at_once``: a training will ask in a moment; its process starts and imports now, and waits for it for a while.
+    ``shared``: the home says how to reach them, for what others start (``joined``).
     """
     assignment = devices.assigned(settings)
     gone = assignment is not None and bool(assignment.train) and "train" in assignment.waits_for
@@ -52,10 +79,59 @@ def serving(settings: Settings, *, at_once: bool = False) -> Iterator[None]:
     activation = _Activation(listener, settings, at_once)
     os.environ[ADDRESS] = listener.address
     try:
-        yield
+        with _sharing(settings, listener.address) if shared else nullcontext():
+            yield
     finally:
         del os.environ[ADDRESS]
         activation.close()
+
+
+@contextmanager
+def joined(settings: Settings, role: Role) -> Iterator[None]:
+    """Have this process, and what it starts in the block, use the workers of a schedule of this home, if one is there.
+
+    Not where those would compute on other devices than a process of ``role`` has, or by other libraries' settings, or
+    import a user's modules from another folder.
+    """
+    found = _noted(settings.path(SHARED))
+    if (
+        found is None
+        or ADDRESS in os.environ
+        or not settings.train.resident.enabled
+        or found["surroundings"] != _surroundings(settings, role)
+    ):
+        yield
+        return
+    os.environ[ADDRESS] = found["address"]
+    try:
+        yield
+    finally:
+        del os.environ[ADDRESS]
+
+
+@contextmanager
+def _sharing(settings: Settings, address: str) -> Iterator[None]:
+    file = settings.path(SHARED)
+    note = {"process": os.getpid(), "address": address, "surroundings": _surroundings(settings, "train")}
+    replace_file(file, json.dumps(note).encode(), private=True)
+    try:
+        yield
+    finally:
+        if (found := _noted(file)) is not None and found["process"] == os.getpid():  # not another schedule's
+            file.unlink(missing_ok=True)
+
+
+def _surroundings(settings: Settings, role: Role) -> str:
+    """What workers have of the process that starts them, apart from settings: a hash, as some of it is secret."""
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_SURROUNDINGS)}
+    variables[devices.VISIBLE] = devices.environment(settings, role).get(devices.VISIBLE, devices.seen())
+    python = [sys.executable, child_variables()["PYTHONPATH"], str(Path(__file__).parent)]
+    machine = []  # its processes and its sockets: containers that share a home have their own
+    for place in ("/proc/self/ns/pid", "/proc/self/ns/net"):
+        with suppress(OSError):
+            machine.append(os.readlink(place))
+    known = [os.getcwd(), python, machine, sorted(variables.items())]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 class _Activation:
@@ -104,14 +180,23 @@ class _Activation:
 
 def residents(settings: Settings) -> dict[str, Any] | None:
     """Those of a home that are there now: since, state and bytes of memory that are theirs alone; None if none are."""
-    try:
-        found: dict[str, Any] = json.loads(settings.path(STATE).read_bytes())
-        process = psutil.Process(found.pop("process"))
-        if process.create_time() > settings.path(STATE).stat().st_mtime:  # another one of that number
-            return None
-        return found | {"bytes": memory_of(process)}
-    except (FileNotFoundError, psutil.NoSuchProcess, ValueError, KeyError):
+    if (found := _noted(settings.path(STATE))) is None:
         return None
+    try:
+        return found | {"bytes": memory_of(psutil.Process(found.pop("process")))}
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _noted(file: Path) -> dict[str, Any] | None:
+    """What a process that is still there has written of itself; None if none has."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_bytes())
+        if psutil.Process(found["process"]).create_time() > file.stat().st_mtime:  # another one of that number
+            return None
+    except (OSError, psutil.Error, ValueError, KeyError):
+        return None
+    return found
 
 
 def memory_of(process: psutil.Process) -> int:

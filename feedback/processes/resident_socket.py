@@ -2,7 +2,8 @@
 
 The socket has no name in the file system, but one that every process of the machine can list. So both sides must be of
 the same user and prove that they know the secret (multiprocessing's HMAC challenge, in both directions) before anything
-else is read. Name and secret stand in ``ADDRESS`` only, for all processes below the owner. Linux alone.
+else is read. Name and secret stand in ``ADDRESS``, for all processes below the owner; a schedule's also in a private
+file of its home. Linux alone.
 
 Messages are pickled tuples, their first element a word:
 
@@ -77,7 +78,10 @@ class Listener:
         ready = select.select(self.sockets, [], [], timeout_s)[0]
         if not ready:
             return None
-        accepted, _ = random.choice(ready).accept()  # or a crowd at the one would keep all from the other
+        try:
+            accepted, _ = random.choice(ready).accept()  # or a crowd at the one would keep all from the other
+        except OSError:  # it has gone again
+            return None
         if not is_ours(accepted):
             accepted.close()
             return None

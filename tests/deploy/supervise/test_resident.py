@@ -24,6 +24,7 @@ from deploy import status
 from deploy.config import root
 from deploy.config.root import Settings
 from deploy.supervise import resident
+from deploy.supervise.children import child_variables
 from evaluation.config import EngineConfig, EvaluationConfig, GateConfig, GuardrailsConfig
 from evaluation.decisions.judgement import Judgement, judge
 from evaluation.decisions.ledger import Ledger
@@ -69,10 +70,12 @@ def settings(home: Path) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def owner(settings: Settings) -> Iterator[None]:
-    with resident.serving(settings):
+def owner(home: Path, settings: Settings) -> Iterator[None]:
+    os.chdir(home)
+    with resident.serving(settings, shared=True):
         yield
     assert resident.residents(settings) is None
+    assert not settings.path(resident.SHARED).exists()
 
 
 def test_where_a_training_is_due_in_a_moment_the_workers_process_is_there_before_it_asks(tmp_path: Path) -> None:
@@ -223,6 +226,32 @@ def test_a_run_after_an_evaluation_learns_as_in_new_workers(
     assert weights(again) == weights(policy(home, runs["fresh"]))
 
 
+def test_what_is_run_by_hand_beside_a_schedule_asks_its_workers_where_it_would_start_like_ones(
+    home: Path, runs: dict[str, JobResult], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = os.environ[resident_socket.ADDRESS]
+    monkeypatch.delenv(resident_socket.ADDRESS)
+    assert LentEngine.borrow(policy(home, runs["second"]), ENGINE) is None
+    os.chdir(home)
+    with resident.joined(settings, "train"):
+        assert os.environ[resident_socket.ADDRESS] == address
+        with OfflineEngines(ENGINE) as engines:
+            engines.of(policy(home, runs["second"]))
+            assert engines.where == "resident"
+    assert resident_socket.ADDRESS not in os.environ
+    assert settings.path(resident.SHARED).stat().st_mode & 0o777 == 0o600
+    off = root.load(None, [("home", str(home)), ("train.resident.enabled", "false")])
+    with resident.joined(off, "train"):
+        assert resident_socket.ADDRESS not in os.environ
+    with monkeypatch.context() as other:
+        other.setenv("CUDA_VISIBLE_DEVICES", "1")
+        with resident.joined(settings, "train"):
+            assert resident_socket.ADDRESS not in os.environ
+    os.chdir(home.parent)
+    with resident.joined(settings, "train"):
+        assert resident_socket.ADDRESS not in os.environ
+
+
 @pytest.mark.long
 def test_a_run_gets_new_workers_where_one_was_killed_while_it_slept(
     home: Path, runs: dict[str, JobResult], settings: Settings
@@ -329,6 +358,48 @@ home = Path(sys.argv[1])
 with resident.serving(root.load(None, [("home", str(home))])):
     run_job(*job(home, "long", **PPO, steps=10_000))
 """
+
+
+SCHEDULE = """
+import sys, time
+from deploy.config import root
+from deploy.supervise import resident
+from feedback.processes.signals import Stopped, stop_on_signals
+
+try:
+    with stop_on_signals(), resident.serving(root.load(None, [("home", sys.argv[1])]), shared=True):
+        time.sleep(1000)
+except Stopped:
+    pass
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_by_hand_goes_on_in_its_own_ray_where_the_schedule_whose_workers_it_uses_ends(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: Callable[[], list[str]]
+) -> None:
+    make_home(tmp_path)
+    config, context = job(tmp_path, "by-hand", **GRPO, checkpoint={"every_steps": 1}, restarts={"backoff_s": 0})
+    config = config.model_copy(update={"steps": 12})
+    monkeypatch.delenv(resident_socket.ADDRESS, raising=False)
+    settings = root.load(None, [("home", str(tmp_path))])
+    environment = os.environ | {"PYTHONPATH": child_variables()["PYTHONPATH"]}
+    with subprocess.Popen([sys.executable, "-c", SCHEDULE, str(tmp_path)], env=environment) as schedule:
+        try:
+            assert gone(settings.path(resident.SHARED).exists)
+            with resident.joined(settings, "train"), ThreadPoolExecutor(1) as pool:
+                running = pool.submit(run_job, config, context)
+                assert gone((tmp_path / "runs/by-hand/checkpoints/step-00000001").exists, seconds=200)
+                assert settings.path(resident.STATE).exists()
+                schedule.send_signal(number)
+                result = running.result(300)
+        finally:
+            schedule.kill()
+    assert (result.steps, result.candidate) == (12, 2)
+    restarts = (tmp_path / "runs/by-hand/restarts.json").read_text()
+    assert '"kind":"lost"' in restarts.replace(" ", "")
+    assert gone(lambda: not nothing_left(), seconds=60)
 
 
 def test_nothing_is_left_when_the_owner_is_killed_in_the_middle_of_a_run(

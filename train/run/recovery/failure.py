@@ -19,6 +19,7 @@ from evaluation.suites.suite import SuiteError
 from feedback.exchange.record_files import RecordError
 from feedback.files import replace_file
 from feedback.processes.exit import SIGNALLED
+from feedback.processes.signals import STOPPING
 from serve.vllm.compat import IncompatibleVersion
 from train.checkpoint.folders import CheckpointError
 from train.config.sections import RestartsConfig
@@ -34,7 +35,6 @@ MEMORY_ADVICE: Final = (
 )
 
 _REFUSED: Final = (CheckpointError, IncompatibleVersion, RecordError, SuiteError, ValidationError)
-_ASKED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class JobError(RuntimeError):
@@ -109,7 +109,7 @@ def of_job(error: JobError, folder: Path, step: int | None) -> Failure:
         return left.model_copy(update={"code": error.exit_code})
     if (number := error.exit_code - SIGNALLED) <= 0:
         return Failure(kind="raised", what=str(error), where=where(str(error)), step=step)
-    kind: Kind = "lost" if number == signal.SIGKILL else "stopped" if number in _ASKED else "crashed"
+    kind: Kind = "lost" if number == signal.SIGKILL else "stopped" if number in STOPPING else "crashed"
     named = f"signal {number}"
     return Failure(kind=kind, what=str(error), where=named, step=step, code=error.exit_code)
 
