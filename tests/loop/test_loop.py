@@ -54,6 +54,13 @@ def test_servers_prepared_each_candidate_while_it_was_judged_and_the_next_cycles
     assert "scored " in (logs / "cycle-000001-score-ahead.log").read_text()
 
 
+def test_the_candidate_of_each_cycle_was_judged_by_the_engine_that_had_sampled_for_it(demo: Path) -> None:
+    found = [json.loads(file.read_text()) for file in sorted((demo / "home" / "evaluations").glob("*.json"))]
+    engines = {each["candidate"]["version"]: each["engines"]["candidate"] for each in found}
+    assert engines == {2: "resident", 3: "resident"}
+    assert "anew" not in (demo / "home" / "logs" / "resident.log").read_text()
+
+
 def test_what_users_were_acknowledged_is_in_the_lake_once_and_nothing_else(demo: Path, summary: dict[str, Any]) -> None:
     account = [json.loads(line) for line in (demo / "account.jsonl").read_text().splitlines()]
     assert len(account) == summary["requests"] > 100

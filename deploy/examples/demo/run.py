@@ -31,6 +31,7 @@ from deploy.examples.demo.task import items
 from deploy.examples.stages import Stages
 from deploy.loop import records, wait_for_serving
 from deploy.loop.records import CycleRecord
+from deploy.supervise import preloaded, resident
 from deploy.supervise.children import Child, start
 
 HELD_OUT, TRAFFIC = 1200, 300  # prompts; the seed policy's corpus is drawn from those after them
@@ -63,26 +64,37 @@ def run(folder: Path, *, recipe: str, cycles: int, users: int, seed: int) -> Non
         settings = root.load(file)
         with stages("seed"):
             seed_policy(folder, seed, stages.say)
-        with stages("init"):
-            call(settings, stages.say, "init", "--model", str(folder / "seed"), "--no-write-config")
-        with start(settings, "up", ["up"], log="demo-up.log", grace=60.0, follow=stages.say) as up:
-            with stages("serve"):
-                wait_for("the server", lambda: wait_for_serving.server_policy(settings) is not None, [up])
-            command = users_command(users_file, folder, settings, users, seed)
-            with Child("users", command, log=settings.path(settings.up.logs) / "demo-users.log", grace=60.0) as crowd:
-                for number in range(1, cycles + 1):
-                    with stages(f"cycle {number}"):
-                        wait_for(f"cycle {number}", lambda n=number: len(finished(settings)) >= n, [up, crowd])  # type: ignore[misc]
-            with stages("refusal"):
-                ruin = ["--train.optimizer.learning_rate", str(RUINOUS_LEARNING_RATE), "--train.steps", "2"]
-                # It is refused whatever the users have said since.
-                ruin += ["--cycle.min_on_policy_feedback", "0", "--train.reward_model.min_new_feedback", "1000000"]
-                call(settings, stages.say, "cycle", *ruin)
+        with (
+            preloaded.serving(settings.path(settings.up.logs) / "preloaded.log"),
+            resident.serving(settings, at_once=True),  # the schedule has ended when the last cycle is run by hand
+        ):
+            turn_the_loop(folder, settings, stages, users_file, cycles, users, seed)
         with stages("report"):
             figures = summary.write(settings, folder, account(folder), {**stages.seconds, "total": stages.elapsed})
     show(figures, folder)
     if problems := summary.problems(figures):
         raise DemoFailed("\n".join(problems))
+
+
+def turn_the_loop(
+    folder: Path, settings: Settings, stages: Stages, users_file: Path, cycles: int, users: int, seed: int
+) -> None:
+    """From the seed policy to the candidate that is refused."""
+    with stages("init"):
+        call(settings, stages.say, "init", "--model", str(folder / "seed"), "--no-write-config")
+    with start(settings, "up", ["up"], log="demo-up.log", grace=60.0, follow=stages.say) as up:
+        with stages("serve"):
+            wait_for("the server", lambda: wait_for_serving.server_policy(settings) is not None, [up])
+        command = users_command(users_file, folder, settings, users, seed)
+        with Child("users", command, log=settings.path(settings.up.logs) / "demo-users.log", grace=60.0) as crowd:
+            for number in range(1, cycles + 1):
+                with stages(f"cycle {number}"):
+                    wait_for(f"cycle {number}", lambda n=number: len(finished(settings)) >= n, [up, crowd])  # type: ignore[misc]
+        with stages("refusal"):
+            ruin = ["--train.optimizer.learning_rate", str(RUINOUS_LEARNING_RATE), "--train.steps", "2"]
+            # It is refused whatever the users have said since.
+            ruin += ["--cycle.min_on_policy_feedback", "0", "--train.reward_model.min_new_feedback", "1000000"]
+            call(settings, stages.say, "cycle", *ruin)
 
 
 # ------------------------------------------------------------------------------------------------------ the parts
