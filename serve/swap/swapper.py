@@ -23,10 +23,10 @@ from serve.config import SwapConfig
 from serve.engine import EngineError
 from serve.policies.adapter_files import rank_of
 from serve.policies.experiments import Experiment, ExperimentReader, Turn
-from serve.policies.folder import StoreUnreachable
+from serve.policies.folder import StoreUnreachable, fingerprint
 from serve.policies.probe import Numbers, judge
 from serve.policies.records import append_json, now
-from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
+from serve.policies.store import Pointer, Policy, PolicyCorrupt, PolicyError, PolicyStore, StalePointer
 from serve.policies.whole_policies import whole
 from serve.standby_room import size_text
 from serve.swap.compatibility import require_compatible, require_same_but_weights
@@ -186,15 +186,12 @@ class Swapper:
         """
         pointer = self.require_policy()
         await asyncio.to_thread(self._held.enter_context, self.store.hold(pointer.version))
-        self._base = self._serving = await self._read(pointer.version)
-        adapter = None
-        if self._fits_beside(policy := self.store.get(pointer.version)):
+        policy, adapter, base = self.store.get(pointer.version), None, pointer.version
+        if self._fits_beside(policy):
             assert policy.base is not None
-            self._base, adapter = await self._read(policy.base["version"]), self._serving
-        log.info("starting the engine on policy %d", self._base.policy.version)
-        started = time.monotonic()
-        await self.engine.start(self._base.policy)
-        log.info("the engine runs after %.1f s", time.monotonic() - started)
+            adapter, base = await self._read(pointer.version), policy.base["version"]
+        self._base = await self._started_on(self.store.get(base))
+        self._serving = adapter or self._base
         await self._note_way()
         if adapter is not None:
             await self.engine.put_adapter(adapter, self.config.prepare_timeout_s)
@@ -211,6 +208,36 @@ class Swapper:
         self._store = await asyncio.to_thread(self.store.identity)
         await asyncio.to_thread(self.store.follow, self.config.poll_seconds)
         self._task = asyncio.create_task(self._follow(), name="swapper")
+
+    async def _started_on(self, policy: Policy) -> Weights:
+        """Start the engine, and meanwhile read the policy whole; its weights.
+
+        Raises PolicyError, whatever the engine makes of damaged files, and EngineError.
+        """
+        reading = asyncio.create_task(self._read(policy.version))
+        if self.store.uri is not None or policy.base is not None:  # its files come, or are made, as it is read
+            policy = (await reading).policy
+        reading.add_done_callback(self._give_up_on_damaged)
+        log.info("starting the engine on policy %d", policy.version)
+        started = time.monotonic()
+        try:
+            await self.engine.start(policy)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                reading.cancel()
+            elif reading.done() or isinstance(error, EngineError):
+                await reading
+            raise
+        log.info("the engine runs after %.1f s", time.monotonic() - started)
+        weights = await reading
+        for file in policy.weight_files:
+            if fingerprint(file) != weights.files[file.name]["fingerprint"]:
+                raise PolicyCorrupt(f"policy {policy.version}: {file.name} was changed while the engine read it")
+        return weights
+
+    def _give_up_on_damaged(self, reading: asyncio.Task[Weights]) -> None:
+        if not reading.cancelled() and reading.exception() is not None:
+            self.engine.give_up()
 
     def require_policy(self) -> Pointer:
         """What to start on. Raises PolicyError: none, no such policy, or one whose files are not as long as they were.

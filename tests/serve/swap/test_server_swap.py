@@ -235,6 +235,25 @@ def test_a_server_without_a_policy_says_what_to_do(tmp_path: Path) -> None:
     assert f'Traceback (most recent call last):\n  File "{SERVER}"' in (tmp_path / "server.log").read_text()
 
 
+@pytest.mark.parametrize("where", [8, -1], ids=["vLLM fails at it too", "vLLM would serve it"])
+def test_a_server_whose_policy_is_damaged_does_not_start_and_names_the_file(
+    where: int, tmp_path: Path, model_folders: list[Path]
+) -> None:
+    store = PolicyStore(tmp_path / "policies")
+    damaged = store.publish(model_folders[0], parent=None, lineage={}, metrics={}).weight_files[0]
+    content = bytearray(damaged.read_bytes())
+    content[where] ^= 0xFF
+    damaged.chmod(0o600)
+    damaged.write_bytes(content)
+    store.promote(1, expected=None, who="test", why="first")
+    with pytest.raises(RuntimeError, match="its manifest says"):
+        start_server(tmp_path, store, forked=False)
+    said = (tmp_path / "server.log").read_text()
+    assert f"PolicyCorrupt: policy 1: {damaged.name} has sha256" in said
+    assert "the engine runs after" not in said
+    assert left_of([one.pid for one in psutil.process_iter() if started_in(tmp_path, one)]) == []
+
+
 @pytest.mark.long
 def test_killed_while_vllm_starts_it_leaves_no_process(tmp_path: Path, model_folders: list[Path]) -> None:
     store = PolicyStore(tmp_path / "policies")
@@ -299,6 +318,14 @@ def left_of(processes: list[int], within: float = 60) -> list[int]:
     while (left := [process for process in processes if is_running(process)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+def started_in(home: Path, process: psutil.Process) -> bool:
+    """Whether it has the home in its environment, as the server and all below it do."""
+    try:
+        return str(home) in process.environ().values()
+    except psutil.Error:
+        return False
 
 
 def command_of(process: int) -> str:
