@@ -189,8 +189,8 @@ def _assignment(settings: Settings) -> Iterable[Check]:
 
 
 def _plans(settings: Settings) -> Iterable[Check]:
-    """What the planner predicts of the server and of each stage that trains a policy, on this machine."""
-    if (policy := _serving_folder(settings)) is None:
+    """What the planner predicts of the server, each stage that trains a policy, and evaluation, on this machine."""
+    if (policy := memory_check.policy_folder(settings)) is None:
         return
     try:
         assignment = devices.required(settings)
@@ -200,6 +200,7 @@ def _plans(settings: Settings) -> Iterable[Check]:
     for stage in settings.cycle.stages:
         if stage.stage == "train":
             plans[f"plan of {stage.label}"] = memory_check.training(settings.of_stage(stage).train, policy, assignment)
+    plans["plan of evaluation"] = memory_check.evaluation(settings, policy, assignment)
     for name, plan in plans.items():
         level = _LEVELS[plan.level]
         found = {"fits": "", "unplanned": "not planned: "}.get(plan.level, "does not fit: ") + plan.found

@@ -1,4 +1,4 @@
-"""Asks the planner whether training and the server of a home fit this machine, before either is started."""
+"""Asks the planner whether training, the server and evaluation of a home fit this machine, before any is started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve.kv_cache import machine_memory
 from serve.policies.folder import PolicyError
 from train.own_model.trial import as_trained
 from train.planner.assignment import ASLEEP, Assignment, Role
-from train.planner.check import Finding, check_server, check_training, planned
+from train.planner.check import Finding, check_evaluation, check_server, check_training, planned
 from train.planner.defaults import is_small
 from train.planner.machine import Machine, machine_of_gpus, this_cpu
 
@@ -75,6 +75,26 @@ def require_server(settings: Settings, policy: int | None, say: Callable[[str], 
         _require(server(settings, folder, assignment), "serve", settings.serve.plan, say)
 
 
+def require_evaluation(settings: Settings, policy: int | None, say: Callable[[str], None]) -> None:
+    """Raise ConfigError if evaluating that policy (None: the serving one) can't fit, as evaluation.plan says.
+
+    Raises it too if there are no devices to be on.
+    """
+    assignment = devices.assigned(settings)
+    if settings.evaluation.plan != "off" and (folder := policy_folder(settings, policy)) is not None:
+        _require(evaluation(settings, folder, assignment), "evaluation", settings.evaluation.plan, say)
+
+
+def refused_evaluation(settings: Settings) -> list[str]:
+    """Why evaluating the policy that serves can't fit, where evaluation.plan is to refuse that; one text, or none."""
+    try:
+        if settings.evaluation.plan == "refuse":
+            require_evaluation(settings, None, lambda _: None)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
 def training(config: TrainConfig, policy: Path, assignment: Assignment | None = None) -> Finding:
     """Whether training from the policy in a folder fits this machine, or the devices that it is assigned."""
     if config.ray_address is not None:
@@ -97,6 +117,12 @@ def server(settings: Settings, policy: Path, assignment: Assignment | None = Non
             serve.engine, serve.swap, policy, this_machine(1, assignment, "serve"), replicas=replicas, sleeps=host
         )
     )
+
+
+def evaluation(settings: Settings, policy: Path, assignment: Assignment | None = None) -> Finding:
+    """Whether evaluation's engine, with the policy in a folder, fits this machine, or the devices it is assigned."""
+    engine = settings.resolved().evaluation.engine
+    return planned(lambda: check_evaluation(engine, policy, this_machine(1, assignment, "evaluate")))
 
 
 def policy_folder(settings: Settings, version: int | None = None) -> Path | None:

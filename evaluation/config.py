@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from feedback.settings_base import Section
-from serve.config import without_trust
+from serve.config import MemoryCheck, without_trust
 
 MIB = 1024 * 1024
 
@@ -588,6 +588,12 @@ class EvaluationConfig(Section):
         lt=1,
         description="Share of all prompts, by hash, that no policy ever learns from: a conversation is held out whole, "
         "by how it opens. A cycle that finds no suite draws one from them.",
+    )
+    plan: MemoryCheck = Field(
+        "refuse",
+        description="What is done before a cycle or an evaluation where the engine's weights and KV cache are planned "
+        "not to fit. refuse: end with an error where they are far beyond the memory (on a GPU 1.1 times, on a CPU 1.25 "
+        "times), and warn of what is closer. warn: warn, and start. off: plan nothing.",
     )
     scorer: str = Field(
         "exact_match",

@@ -21,6 +21,7 @@ from deploy.config.root import ConfigError, Settings
 from deploy.loop import lineage, promotion
 from deploy.server_sleep import asleep
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers
+from deploy.supervise.resident import joined
 from feedback.processes.signals import stop_on_signals
 from serve.policies.folder import PolicyError
 from serve.policies.store import PolicyStore
@@ -205,7 +206,7 @@ def train(
         if resolved.train.data.prompts:
             settings.lake().create()  # with prompts of one's own there need not have been any traffic
         config = settings.training(reward_model=reward_model, held_out=held_out)
-        with asleep(settings, "train", say=click.echo):
+        with asleep(settings, "train", say=click.echo), joined(settings, "train"):
             result = run_job(config, context)
     write_result(result.model_dump(mode="json"), json_out)
     return print_result(result)
@@ -333,6 +334,7 @@ def evaluate(
 
 def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
     """Judge a candidate, and print the verdict."""
+    from deploy import memory_check
     from deploy.loop.preflight import judging_problems, reward_of
     from evaluation.decisions.judgement import judge
     from evaluation.suites.decoding import count_requests
@@ -345,6 +347,7 @@ def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json
         problem for version in (incumbent, candidate) for problem in judging_problems(settings, store.get(version))
     ]:
         raise ConfigError("\n".join(problems))
+    memory_check.require_evaluation(settings, candidate, partial(click.echo, err=True))
     suite = Suite.load(config.suite)
     with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent), ExitStack() as held:
         click.echo(f"policy {candidate} against policy {incumbent}, with {len(suite.items)} items of {config.suite}")
@@ -361,6 +364,7 @@ def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json
                 f"what policy {candidate} has learned from is not all known: not what went into policy {versions}"
             )
         held.enter_context(asleep(settings, "evaluate", say=click.echo))
+        held.enter_context(joined(settings, "evaluate"))
         first = _first(store, candidate, incumbent)
         if first is None and config.gate.guardrails.kl_v1 is not None:
             first = held.enter_context(store.hold(store.first_of(candidate).version))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from deploy import memory_check
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.low_precision_check import fp8_problem, torchao_problem
 from evaluation.config import JUDGING
@@ -65,6 +66,7 @@ def check(settings: Settings) -> None:
     store = settings.policy_store()
     if pointer := store.serving():
         problems += judging_problems(settings, store.get(pointer.version))
+        problems += memory_check.refused_evaluation(settings)
     rewarded = settings.cycle.recipe in ("auto", "offline")  # the cycle takes an algorithm, or what rewards
     trained = False
     for stage in settings.cycle.stages:

@@ -146,6 +146,19 @@ def test_a_training_that_can_not_fit_is_refused_before_the_server_starts(
     assert not home_with_policy.path("logs").exists()
 
 
+def test_an_evaluation_that_can_not_fit_keeps_the_loop_off_before_anything_is_trained(
+    home_with_policy: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--config", str(home_with_policy.snapshot()), "--evaluation.engine.kv_cache_bytes", str(2**50)]
+    for command in (["up", "--schedule"], ["cycle"], ["evaluate", "1", "--incumbent", "1"]):
+        assert cli.run([*command, *options]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: evaluation does not fit into memory: ")
+        assert "and 1048576.0 GiB of KV cache, where there are the " in said
+        assert said.endswith("or start all the same with evaluation.plan=warn\n")
+    assert not home_with_policy.path("logs").exists()
+
+
 def test_each_stage_that_trains_is_looked_at_as_its_own_settings_say_and_without_torch_in_this_process(
     home_with_policy: Settings,
 ) -> None:

@@ -1,4 +1,5 @@
-"""Whether settings fit a machine: asked before `train`, `serve` and `up` start anything, and by `doctor`.
+"""Whether settings fit a machine: asked before `train`, `serve`, `evaluate`, `up` and a cycle start anything, and by
+`doctor`.
 
 A prediction that is a little off must keep nobody from what works. So prompts count as one token each, other
 processes not at all, and what is refused is ``FAR`` beyond the memory.
@@ -7,17 +8,18 @@ processes not at all, and what is refused is ``FAR`` beyond the memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel
 
+from evaluation.config import EngineConfig as EvaluationEngineConfig
 from serve.config import EngineConfig, SwapConfig
-from serve.kv_cache import SERVER_SHARE, fit_engine
+from serve.kv_cache import BATCH_SHARE, GPU_BATCH_SHARE, SERVER_SHARE, fit_engine
 from serve.standby_room import CHANGING_MEMORY, room_of, size_text, weight_bytes
 from serve.vllm.adapters.slots import server_places_bytes
 from train.config.context_length import rollout_cache
@@ -76,6 +78,14 @@ def check_server(
     ``sleeps``: the memory beside GPUs, in bytes, where its weights wait while it sleeps; None if it does not.
     """
     return planned(lambda: _server(engine, swap, policy, machine, replicas, sleeps))
+
+
+def check_evaluation(engine: EvaluationEngineConfig, policy: Path, machine: Machine) -> Finding:
+    """Whether an engine of evaluation's own fits with the policy in a folder. Imports no torch.
+
+    ``engine``: its ``dtype`` resolved. ``machine``: one device of those that the engine is split over, or a CPU.
+    """
+    return planned(lambda: _evaluation(engine, policy, machine))
 
 
 def planned(check: Callable[[], Finding]) -> Finding:
@@ -221,8 +231,8 @@ def _unset(section: _Section, *names: str) -> _Section:
 def _server(
     engine: EngineConfig, swap: SwapConfig, policy: Path, machine: Machine, replicas: int, sleeps: int | None
 ) -> Finding:
-    if other := [name for name in CHANGING_MEMORY if name in engine.extra]:
-        return Finding("unplanned", f"serve.engine.extra has {', '.join(other)}")
+    if unknown := _changing_memory(engine.extra, "serve.engine"):
+        return unknown
     gpu, t, share = machine.kind == "cuda", engine.tensor_parallel_size, engine.gpu_memory_utilization
     whole, _ = weight_bytes(policy, engine.dtype)
     whole += t * (places := server_places_bytes(engine, policy))
@@ -269,3 +279,32 @@ def _server(
         return Finding("fits", f"{text}; {room.reason}")
     advice = "take serve.swap.in_place=false out, and requests wait for the load"
     return Finding("tight", f"{text}; {room.reason}", advice)
+
+
+# ---------------------------------------------------------------------------------------------------- evaluation
+
+
+def _evaluation(engine: EvaluationEngineConfig, policy: Path, machine: Machine) -> Finding:
+    if unknown := _changing_memory(engine.extra or {}, "evaluation.engine"):
+        return unknown
+    gpu, t = machine.kind == "cuda", engine.tensor_parallel_size
+    whole, _ = weight_bytes(policy, engine.dtype)
+    share, memory = (GPU_BATCH_SHARE, machine.memory) if gpu else (BATCH_SHARE, machine.memory // t)
+    size = fit_engine(engine, policy, section="evaluation.engine", share=share, memory=memory).size or 0
+    weights, kv = (whole // t, size) if gpu else (whole, t * size)
+    text = (
+        f"{size_text(weights)} of weights and {size_text(kv)} of KV cache, where there are the "
+        f"{size_text(machine.memory)} of {'a device' if gpu else 'this machine'}"
+    )
+    level = _level(weights + kv, machine.memory, FAR[machine.kind] * machine.memory + machine.swap)
+    remedies = [
+        "lower evaluation.engine.kv_cache_bytes or evaluation.engine.max_model_len" if kv > weights / 10 else "",
+        f"split it over more devices than evaluation.engine.tensor_parallel_size={t}" if gpu else "",
+    ]
+    advice = ", or ".join(filter(None, [*remedies, "evaluate a smaller model"]))
+    return Finding(level, text, "" if level == "fits" else advice)
+
+
+def _changing_memory(extra: Mapping[str, Any], section: str) -> Finding | None:
+    other = [name for name in CHANGING_MEMORY if name in extra]
+    return Finding("unplanned", f"{section}.extra has {', '.join(other)}") if other else None

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from evaluation.config import EngineConfig as EvaluationEngineConfig
 from serve.config import EngineConfig, SwapConfig
 from tests.train.planner.public_configs import CONFIGS, write
 from train.config.training import TrainConfig
-from train.planner.check import Finding, check_server, check_training
+from train.planner.check import Finding, check_evaluation, check_server, check_training
 from train.planner.machine import Machine, parse_gpus
 from train.planner.sizes import GIB
 
@@ -195,6 +196,24 @@ def test_weights_beyond_the_engines_part_of_a_device_are_refused(qwen: Path) -> 
     # A cache of a set size is not bounded by the share.
     sized = server(qwen, parse_gpus("1x40GB"), kv_cache_bytes=40 * GIB)
     assert (sized.level, "serve.engine.kv_cache_bytes" in sized.advice) == ("refused", True)
+
+
+def test_an_engine_of_evaluation_that_can_not_fit_is_refused_by_its_settings(qwen: Path) -> None:
+    gpu = parse_gpus("1x24GB")
+    fits = check_evaluation(EvaluationEngineConfig(), qwen, gpu)
+    assert (fits.level, fits.advice) == ("fits", "")
+    assert fits.found.startswith(
+        "14.2 GiB of weights and 7.1 GiB of KV cache, where there are the 23.6 GiB of a device"
+    )
+    greedy = check_evaluation(EvaluationEngineConfig(kv_cache_bytes=20 * GIB), qwen, gpu)
+    assert greedy.level == "refused"
+    assert greedy.advice.startswith("lower evaluation.engine.kv_cache_bytes or evaluation.engine.max_model_len, or")
+    split = EvaluationEngineConfig(kv_cache_bytes=20 * GIB, tensor_parallel_size=2)
+    assert check_evaluation(split, qwen, gpu).level == "tight"
+    assert check_evaluation(EvaluationEngineConfig(), qwen, cpu(8 * GIB)).level == "refused"
+    assert check_evaluation(EvaluationEngineConfig(), qwen, replace(cpu(8 * GIB), swap=8 * GIB)).level == "tight"
+    other = check_evaluation(EvaluationEngineConfig(extra={"kv_cache_dtype": "fp8"}), qwen, gpu)
+    assert (other.level, other.found) == ("unplanned", "evaluation.engine.extra has kv_cache_dtype")
 
 
 def test_replicas_share_the_memory_of_a_cpu(qwen: Path) -> None:
