@@ -126,6 +126,7 @@ def _measured(ranks: int, dtype: torch.dtype, config: PretrainedConfig, make: Ma
         touched=touched,
         again_share=min(max(found.again_s / forward, 1.0), _MOST_AGAIN),
         unit_s=_unit_s(config, make, dtype, bandwidth=bandwidth, link=link),
+        wait_s=_wait_s(),
     )
 
 
@@ -300,6 +301,12 @@ def _unit_s(config: PretrainedConfig, make: Make, dtype: torch.dtype, *, bandwid
     copied = copied_bytes(whole, whole, ranks, dtype.itemsize, gathers=2, reductions=1) / bandwidth
     added = statistics.median(longer) - sent - copied
     return max(added, 0.0) / (3 * (len(layers) + 1))
+
+
+def _wait_s() -> float:
+    """Seconds of a sum over the ranks of the process group that has next to no bytes, as it comes amid computing."""
+    value = torch.ones(1)
+    return statistics.median(_seconds(lambda: distributed.all_reduce(value), 5 * _CALLS))
 
 
 def _link() -> float:

@@ -52,7 +52,7 @@ class Sharding:
     gathered before their turn. ``state``: of ``state_bytes``; ``waits``: it is in the host's memory but for the
     optimizer's step (train.fsdp.offload_optimizer). ``muon``: matrices are gathered whole for their update.
     ``copies``: groups of ranks that each hold the whole model (train.fsdp.replicas). ``sharers``: ranks that share each
-    sequence (train.fsdp.sequence_parallel).
+    sequence (train.fsdp.sequence_parallel). ``fp8``: layers multiply in fp8 (train.fp8.training).
     """
 
     shards: int
@@ -71,6 +71,7 @@ class Sharding:
     muon: bool = False
     copies: int = 1
     sharers: int = 1
+    fp8: bool = False
 
     def reduction(self, trained: int) -> Memory:
         """Of so many parameters: gradients in the compute type are copied to a buffer in float32, and then gone; the

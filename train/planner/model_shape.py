@@ -150,6 +150,10 @@ def shape_of(
     tied = head is not None and head.weight is model.get_input_embeddings().weight
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 1
     routed = getattr(text, "num_experts_per_tok", None) or 1
+    head_size, latent = getattr(text, "head_dim", None) or hidden // heads, 0
+    if rank := getattr(text, "kv_lora_rank", None):  # heads of latent attention, as DeepSeek's configs name their sizes
+        head_size = (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim) // 2
+        latent = rank + text.qk_rope_head_dim
     kinds: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         kind = _kind(name, parameter, model)
@@ -164,12 +168,13 @@ def shape_of(
         hidden=hidden,
         heads=heads,
         key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_size=getattr(text, "head_dim", None) or hidden // heads,
+        head_size=head_size,
         tied=tied,
         stored=str(getattr(config, "dtype", None) or torch.float32).removeprefix("torch."),
         context=full_context(json.loads(config.to_json_string(use_diff=False))),
         tensor_parallel=tuple(t for t in TENSOR_PARALLEL if t == 1 or can_share(model, t)),
         shares_sequences=_shares_sequences(model),
+        latent=latent,
     )
 
 
@@ -452,13 +457,20 @@ def _pass_of(model: PreTrainedModel, batch: Batch, device: str) -> Callable[[], 
 
 
 def keep_layers(model: PreTrainedModel, count: int) -> None:
-    """Leave the model its first layers alone."""
-    first = _layers(model)[0]
+    """Leave the model its first layers, of a mixture whose first ones are dense the first with experts."""
+    first, text = _layers(model)[0], model.config.get_text_config()
     name = next(name for name, module in model.named_modules() if module is first)
     parent, _, of_layers = name.rpartition(".")[0].rpartition(".")
     holder = model.get_submodule(parent)
-    setattr(holder, of_layers, nn.ModuleList(list(getattr(holder, of_layers))[:count]))
-    model.config.get_text_config().num_hidden_layers = count
+    layers = list(getattr(holder, of_layers))
+    mixed = [any(".experts." in f".{name}." for name, _ in layer.named_parameters()) for layer in layers]
+    start = min(mixed.index(True), len(layers) - count) if any(mixed) else 0
+    setattr(holder, of_layers, nn.ModuleList(layers[start : start + count]))
+    if start:
+        for name, value in vars(text).items():
+            if isinstance(value, list | tuple) and len(value) == len(layers):  # has an entry for each layer
+                setattr(text, name, value[start:])
+    text.num_hidden_layers = count
 
 
 def _run_head(config: PretrainedConfig, batch: Batch, dtype: torch.dtype, device: str, *, trained: bool) -> _Run:

@@ -648,6 +648,7 @@ class _Planner:
             muon=config.optimizer.name == "muon",
             copies=config.fsdp.replicas,
             sharers=config.fsdp.sequence_parallel,
+            fp8=config.fp8 is not None and config.fp8.training is not None,
         )
 
     def _held(self, role: str) -> Memory:
@@ -698,15 +699,23 @@ class _Planner:
     def _engine_weights(self) -> int:
         if not self._is_engine:
             return 0
-        shape, fp8 = self.models.policy.shape, self.config.fp8
-        in_fp8 = 0
-        if fp8 is not None and fp8.rollout is not None:  # of vLLM's: all linear layers but the output layer
-            in_fp8 = sum(shape.kinds.get(kind, 0) for kind in ("attention", "mlp", "experts"))
         copies = ADAPTER_COPIES if self.config.generates_beside_adapters else 0
         adapters = int(copies * self.itemsize * self._adapters)
         return engine_bytes(
-            shape.parameters, in_fp8, itemsize=self.itemsize, tensor_parallel_size=self.t, adapters=adapters
+            self.models.policy.shape.parameters,
+            self._in_fp8,
+            itemsize=self.itemsize,
+            tensor_parallel_size=self.t,
+            adapters=adapters,
         )
+
+    @property
+    def _in_fp8(self) -> int:
+        """Parameters that the engine has in fp8: vLLM's, all linear layers but the output layer."""
+        kinds, fp8 = self.models.policy.shape.kinds, self.config.fp8
+        if not self._is_engine or fp8 is None or fp8.rollout is None:
+            return 0
+        return sum(kinds.get(kind, 0) for kind in ("attention", "mlp", "experts"))
 
     @property
     def _adapters(self) -> float:
@@ -731,7 +740,13 @@ class _Planner:
         return -(-self.work.prompts * self.work.group_size // engines)
 
     def _token_bytes(self) -> int:
-        return self.models.policy.shape.key_value_bytes(self.itemsize, self.t)
+        return self._generating.key_value_bytes(self.itemsize, self.t)
+
+    @property
+    def _generating(self) -> ModelShape:
+        """The policy as it generates: but for vLLM, latent attention has all heads' keys and values in its cache."""
+        shape = self.models.policy.shape
+        return shape if self._is_engine else replace(shape, latent=0)
 
     def _kv_bytes(self, beside: list[Phase]) -> int:
         """The setting; or what all sequences of the step need at once, as far as there is room for it.
@@ -791,12 +806,18 @@ class _Planner:
 
     def _generation_cost(self, concurrent: int) -> Cost:
         """Of a step's sequences, so many of which are decoded at once."""
-        shape = self.models.policy.shape
+        shape = self._generating
         once = self._is_engine and self.config.rollout.enable_prefix_caching
         prefills = -(-self._sequences // self.work.group_size) if once else self._sequences
         work = Generation(self._sequences, concurrent, prefills, self.work.prompt_tokens, self.work.response_tokens)
         cost = step_time.generation_cost(
-            shape, work, self.machine, tensor_parallel=self.t, itemsize=self.itemsize, eager=self.eager
+            shape,
+            work,
+            self.machine,
+            tensor_parallel=self.t,
+            itemsize=self.itemsize,
+            eager=self.eager,
+            in_fp8=self._in_fp8,
         )
         if self._is_engine:
             return cost

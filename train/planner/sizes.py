@@ -52,7 +52,9 @@ class ModelShape:
     ``kinds``: parameters by kind; they add up to all. ``active``: those that compute a token (a mixture's experts that
     are not routed to don't). ``stored``: the type in config.json. ``context``: tokens; None if it doesn't say.
     ``tensor_parallel``: how many ranks may share each layer in training. ``shares_sequences``: whether its attention
-    lets ranks share sequences.
+    lets ranks share sequences. ``latent``: values that multi-head latent attention (arXiv 2405.04434, section 2.1)
+    caches of a token in a layer, in place of all heads' keys and values; ``head_size`` is then the mean of a key's and
+    a value's.
     """
 
     architecture: str
@@ -70,6 +72,7 @@ class ModelShape:
     context: int | None
     tensor_parallel: tuple[int, ...] = (1,)
     shares_sequences: bool = False
+    latent: int = 0
 
     def slice_of(self, slices: int) -> ModelShape:
         """What each of so many ranks has that share the layers (train.fsdp.tensor_parallel).
@@ -121,7 +124,12 @@ class ModelShape:
         return max(self.layers, key=lambda unit: unit.parameters)
 
     def key_value_bytes(self, itemsize: int, devices: int = 1) -> int:
-        """Of a token's keys and values in all layers, on each of the devices that share a model."""
+        """Of a token's keys and values in all layers, on each of the devices that share a model.
+
+        What is latent belongs to all heads, and each device has it whole.
+        """
+        if self.latent:
+            return len(self.layers) * self.latent * itemsize
         return 2 * len(self.layers) * max(1, self.key_value_heads // devices) * self.head_size * itemsize
 
 

@@ -13,6 +13,11 @@ from train.planner.machine import Machine
 from train.planner.memory import MASTER, Sharding, optimizer_state
 from train.planner.sizes import ModelShape, Operations, PassOperations
 
+UNPACKED = 33
+"""Bytes read and written to unpack a value of 4 bits, by torchao's operations one by one: a shift or a mask of a byte
+(2), an index of 8 bytes made of it (9), the value that it names (10), its scale (2), their product (6), and its place
+among the others (4)."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -68,12 +73,21 @@ def attention_flops(shape: ModelShape, batch: Counts) -> float:
 
 
 def products_seconds(shape: ModelShape, how: Sharding, batch: Counts, machine: Machine) -> float:
-    """A forward pass' matrix products; those of attention are in float32 on a CPU."""
-    attention = attention_flops(shape, batch)
-    others = forward_flops(shape, batch) - attention
+    """A forward pass' matrix products; those of attention are in float32 on a CPU, and in fp8 those of linear layers,
+    which experts are none of (``train.model.low_precision.float8``)."""
+    inside, output = weights(shape)
+    rate = machine.matrix_flops(how.itemsize)
+    experts = shape.active - (sum(shape.kinds.values()) - shape.kinds.get("experts", 0))  # that a token goes to
+    linear = 2.0 * (inside - experts) * batch.rows / (rate * (machine.fp8_gain if how.fp8 else 1))
     of_attention = machine.matrix_flops(MASTER if machine.kind == "cpu" else how.itemsize)
-    whatever_rows = machine.parameter_s * sum(weights(shape))
-    return others / machine.matrix_flops(how.itemsize) + attention / of_attention + whatever_rows
+    whatever_rows = machine.parameter_s * (inside + output)
+    return (
+        linear
+        + 2.0 * experts * batch.rows / rate
+        + 2.0 * output * batch.scored / rate
+        + attention_flops(shape, batch) / of_attention
+        + whatever_rows
+    )
 
 
 def update_passes(shape: ModelShape) -> float:
@@ -108,6 +122,12 @@ def operations_seconds(operations: Operations, machine: Machine) -> float:
     return operations.count * machine.operation_s + operations.moved / machine.touched
 
 
+def unpacking_seconds(shape: ModelShape, machine: Machine) -> float:
+    """Of one pass in which layers unpack their weights of 4 bits, for each product anew."""
+    rate = min(machine.touched, machine.bandwidth * machine.bandwidth_share)
+    return UNPACKED * shape.packed / rate
+
+
 def exchanged_bytes(shape: ModelShape, how: Sharding, batch: Counts, *, learns: bool) -> int:
     """That a rank sends in one micro-batch to those that share its sequences (train.fsdp.sequence_parallel).
 
@@ -131,7 +151,7 @@ def _within_layers(shape: ModelShape, how: Sharding, batch: Counts, machine: Mac
     layers, again = len(shape.layers), how.checkpointing
     sums = (how.slices > 1) * (layers * (2 + learns * (2 + again)) + 1 + learns)
     exchanges = (how.sharers > 1) * 2 * layers * (1 + learns * (1 + again))
-    waits = how.micro_batches * (sums + exchanges) * machine.unit_s
+    waits = how.micro_batches * (sums + exchanges) * machine.wait_s
     return Cost(waits + passed / machine.slowest_link(how.slices) + exchanged / apart, passed + exchanged)
 
 
@@ -162,6 +182,7 @@ def update_cost(
         logits_again = 2 * weights(shape)[1] * batch.scored
         compute += count * logits_again / machine.matrix_flops(how.itemsize)
         compute += count * operations_seconds(beside.forward + beside.backward + beside.again * again, machine)
+    compute += count * (2 + how.checkpointing) * unpacking_seconds(shape, machine)
     reductions = count if how.reduce_every_micro_batch else 1
     reduced = MASTER * shape.trained * (how.shards - 1) / how.shards
     gathers = count * (1 + how.resharded)
@@ -201,6 +222,7 @@ def inference_cost(
     compute = count * products_seconds(shape, how, batch, machine)
     if beside is not None:
         compute += count * operations_seconds(beside.forward, machine)
+    compute += count * unpacking_seconds(shape, machine)
     if machine.kind == "cpu":
         compute += _sharding_seconds(shape, how, machine, gathers=count, reductions=0)
     moved = count * gathered_bytes(shape, how)
@@ -245,20 +267,30 @@ class Generation:
 
 
 def generation_cost(
-    shape: ModelShape, work: Generation, machine: Machine, *, tensor_parallel: int, itemsize: int, eager: bool
+    shape: ModelShape,
+    work: Generation,
+    machine: Machine,
+    *,
+    tensor_parallel: int,
+    itemsize: int,
+    eager: bool,
+    in_fp8: int = 0,
 ) -> Cost:
     """Prefill computes; decoding reads all weights and the keys and values of all sequences for each token.
 
     Pope et al., arXiv 2211.05102, section 2: the time of a step of decoding is the larger of its products and of what
     it reads. Under tensor parallelism two all-reduces a layer pass 2 (t - 1)/t of a token's hidden state (Megatron-LM,
-    arXiv 1909.08053, section 3). ``eager``: kernels are started one by one.
+    arXiv 1909.08053, section 3). ``eager``: kernels are started one by one. ``in_fp8``: parameters that are read, and
+    multiplied, in fp8.
     """
     t, rate = tensor_parallel, machine.matrix_flops(itemsize)
+    rate /= 1 - in_fp8 / shape.parameters * (1 - 1 / machine.fp8_gain)
     prefill = 2.0 * shape.active * work.prompt_tokens * work.prefills / t / rate
     waves = -(-work.sequences // max(1, work.concurrent))
     at_once = -(-work.sequences // waves)
     length = work.prompt_tokens + work.response_tokens / 2
-    read = itemsize * shape.parameters / t + at_once * length * shape.key_value_bytes(itemsize, t)
+    stored = itemsize * (shape.parameters - in_fp8) + in_fp8
+    read = stored / t + at_once * length * shape.key_value_bytes(itemsize, t)
     reading = read / (machine.bandwidth * machine.bandwidth_share)
     computing = 2.0 * shape.active * at_once / t / rate
     starting = len(shape.layers) * (machine.layer_s if eager else machine.graph_layer_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,28 @@ def test_of_a_mixture_the_experts_that_a_token_goes_to_are_active(tmp_path: Path
     shape = shape_of(read_config(write("Qwen3-30B-A3B", tmp_path)))
     assert shape.active == 3_353_032_704  # "A3B", 3.3 billion
     assert shape.kinds["experts"] == 48 * 128 * 3 * 2048 * 768
+
+
+def test_what_latent_attention_caches_is_counted_once_for_all_heads_and_layers_are_traced_that_are_most(
+    tmp_path: Path,
+) -> None:
+    """DeepSeek-V3: 61 layers of which the first three are dense; 512 values and 64 of a rotary key are cached."""
+    latent = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 6, "first_k_dense_replace": 3, "v_head_dim": 128}
+    config |= {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1024}
+    config |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config | latent))
+    found = read_config(tmp_path)
+    shape = shape_of(found)
+    assert shape.key_value_bytes(2) == shape.key_value_bytes(2, 8) == 2 * 6 * (512 + 64)
+    assert shape.head_size == (128 + 64 + 128) // 2
+    assert shape.active < shape.parameters - 0.7 * shape.kinds["experts"]
+    *_, last = cut_model(found, 2, torch.bfloat16).model.layers
+    assert sum(parameter.numel() for parameter in last.parameters()) == shape.layers[-1].parameters
+    assert shape.layers[-1].parameters > shape.layers[0].parameters
+    few = Tracer(found, dtype="bfloat16", device="cuda")(BATCH)
+    dense = Tracer(read_config(write("Mistral-7B-v0.1", tmp_path)), dtype="bfloat16", device="cuda")(BATCH)
+    assert 0 < few.layer < dense.layer
 
 
 def test_counting_leaves_the_random_numbers_of_a_run_as_they_are(tmp_path: Path) -> None:

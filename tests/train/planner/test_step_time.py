@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.train.planner.public_configs import write
-from train.planner.machine import parse_gpus
+from train.planner.machine import PRESETS, parse_gpus
 from train.planner.memory import Sharding
 from train.planner.model_shape import read_config, shape_of
 from train.planner.sizes import Batch, ModelShape, Operations, PassOperations
@@ -17,7 +19,9 @@ from train.planner.step_time import (
     forward_flops,
     gathered_bytes,
     generation_cost,
+    inference_cost,
     passed_bytes,
+    products_seconds,
     sync_bytes,
     update_cost,
 )
@@ -68,12 +72,13 @@ def test_on_a_cpu_nothing_overlaps_and_what_a_pass_runs_beside_products_counts(l
 
 
 def test_ranks_that_share_layers_start_as_many_collectives_as_there_are_sums(llama: ModelShape) -> None:
-    cpu = replace(A100, kind="cpu", unit_s=1e-3)
+    cpu = replace(A100, kind="cpu")
     how = Sharding(1, 2, 2, slices=2, resharded=False)
-    units = 33 * 2  # gathered, and reduced
-    sums = 32 * 4 + 2
-    with_it, without = (update_cost(llama, how, BATCH, replace(cpu, unit_s=s)).seconds for s in (1e-3, 0.0))
-    assert with_it - without == pytest.approx((units + sums) * 1e-3)
+    without = update_cost(llama, how, BATCH, cpu).seconds
+    units = update_cost(llama, how, BATCH, replace(cpu, unit_s=1e-3)).seconds - without
+    assert units == pytest.approx(33 * 2 * 1e-3)  # gathered, and reduced
+    sums = update_cost(llama, how, BATCH, replace(cpu, wait_s=1e-3)).seconds - without
+    assert sums == pytest.approx((32 * 4 + 2) * 1e-3)
 
 
 def test_an_update_gathers_twice_and_reduces_in_float32(llama: ModelShape) -> None:
@@ -170,6 +175,43 @@ def test_decoding_is_bound_by_reading_weights_or_by_starting_kernels(llama: Mode
     two_waves = replace(one, sequences=20, concurrent=10)
     twice = generation_cost(llama, two_waves, quick, eager=True, **how)
     assert twice.seconds == pytest.approx(2 * cost.seconds, rel=0.1)
+
+
+def test_weights_of_4_bits_are_unpacked_in_either_pass_and_again_by_checkpointing(llama: ModelShape) -> None:
+    packed = replace(llama, layers=tuple(replace(unit, packed=10**8) for unit in llama.layers))
+    once = 33 * 32 * 10**8 / A100.bandwidth
+    how = Sharding(1, 2, 2, micro_batches=3)
+    for cost, passes in ((inference_cost, 1), (update_cost, 2)):
+        assert cost(packed, how, BATCH, A100).seconds - cost(llama, how, BATCH, A100).seconds == pytest.approx(
+            3 * passes * once
+        )
+    how = replace(how, checkpointing=True)
+    more = update_cost(packed, how, BATCH, A100).seconds - update_cost(llama, how, BATCH, A100).seconds
+    assert more == pytest.approx(9 * once)
+
+
+def test_in_fp8_layers_compute_faster_where_the_device_can_and_weights_are_half_as_long_to_read(
+    llama: ModelShape, tmp_path: Path
+) -> None:
+    h100, how = PRESETS["H100"], Sharding(1, 2, 2)
+    body = sum(llama.kinds[kind] for kind in ("attention", "mlp"))
+    for machine, gain in ((A100, 1.0), (h100, 1.4)):
+        plain, fast = (products_seconds(llama, replace(how, fp8=on), BATCH, machine) for on in (False, True))
+        saved = 2 * (body + llama.kinds["norm"]) * BATCH.rows / machine.matrix_flops(2) * (1 - 1 / gain)
+        assert plain - fast == pytest.approx(saved, rel=1e-3)
+    mixture = shape_of(read_config(write("Qwen3-30B-A3B", tmp_path)))
+    plain, fast = (products_seconds(mixture, replace(how, fp8=on), BATCH, h100) for on in (False, True))
+    others = sum(mixture.kinds[kind] for kind in ("attention", "mlp", "norm"))  # its experts are no linear layers
+    assert plain - fast == pytest.approx(2 * others * BATCH.rows / h100.matrix_flops(2) * (1 - 1 / 1.4), rel=1e-3)
+    one = Generation(sequences=1, concurrent=1, prefills=1, prompt_tokens=1, response_tokens=1000)
+    options: dict[str, Any] = {"tensor_parallel": 1, "itemsize": 2, "eager": False}
+    read = generation_cost(llama, one, h100, **options, in_fp8=body)
+    assert read.seconds == pytest.approx(
+        1000 * (2 * llama.parameters - body) / (h100.bandwidth * h100.bandwidth_share), rel=0.01
+    )
+    many = Generation(sequences=4096, concurrent=4096, prefills=4096, prompt_tokens=4096, response_tokens=1)
+    plain, fast = (generation_cost(llama, many, h100, **options, in_fp8=n).seconds for n in (0, body))
+    assert plain / fast == pytest.approx(1 / (1 - body / llama.parameters * (1 - 1 / 1.4)), rel=0.01)
 
 
 def test_a_prompt_that_is_computed_once_for_its_responses_takes_a_part_of_the_time(llama: ModelShape) -> None:
