@@ -28,40 +28,47 @@ RUN: dict[str, Any] = {
 """All else as a run decides by its device: offload, checkpointing, KV cache, CUDA graphs."""
 
 
-def changed_weights(home: Path, candidate: int) -> list[str]:
-    """Names of the parameters that a run has changed."""
+def changed_weights(home: Path, candidate: int, seed: Path | None = None) -> list[str]:
+    """Names of the parameters that a run has changed of the model in ``seed``, by default the home's own."""
     import torch
     from safetensors.torch import load_file
 
-    folders = (home / "seed", home / "policies" / f"v{candidate:06d}")
+    folders = (seed or home / "seed", home / "policies" / f"v{candidate:06d}")
     before, after = (load_file(folder / "model.safetensors") for folder in folders)
     assert before.keys() == after.keys()
     return [name for name in before if not torch.equal(before[name], after[name].to(before[name].dtype))]
 
 
-@gpu_test("part", "nothing sleeps, and the engine is eager", packages=("ray", "vllm"))
-@pytest.mark.parametrize("launcher", ["ray", "torchrun"])
-def test_a_whole_run_learns_and_publishes_a_policy(tmp_path: Path, launcher: str) -> None:
-    from tests.train.job_home import job_context, make_home, metrics_of
+def learned(home: Path, settings: dict[str, Any], *, reward: str | None = "users_code:reward") -> list[dict[str, Any]]:
+    """The metrics of each step of a run in a home, which has changed the policy's weights and published it."""
+    from tests.train.job_home import job_context, metrics_of
     from train.config.training import TrainConfig
     from train.context import JobContext
     from train.launch import run_job
 
-    make_home(tmp_path)
     # On a CPU the cache is what is of use, a share of the machine's memory.
     cache = {"kv_cache_bytes": 16 * 2**20} if device_type() == "cpu" else {}
-    settings = RUN | {"launcher": launcher, "rollout": RUN["rollout"] | cache}
-    others = {"reward": "users_code:reward", "parent": 1, "python_path": [str(tmp_path)]}
-    context = JobContext.model_validate(job_context(tmp_path, "run", **others))
-    result = run_job(TrainConfig.model_validate(settings), context)
+    config = RUN | settings | {"rollout": RUN["rollout"] | cache | settings.get("rollout", {})}
+    context = job_context(home, "run", reward=reward, parent=1, python_path=[str(home)])
+    result = run_job(TrainConfig.model_validate(config), JobContext.model_validate(context))
     assert (result.reason, result.steps, result.stopped) == (None, 3, False)
     assert result.candidate is not None
-    assert changed_weights(tmp_path, result.candidate)
-    steps = metrics_of(tmp_path, "run")
+    assert changed_weights(home, result.candidate)
+    steps: list[dict[str, Any]] = metrics_of(home, "run")
     assert len(steps) == 3
     for step in steps:
         assert math.isfinite(step["reward"])
         assert step["grad_norm"] > 0
+    return steps
+
+
+@gpu_test("part", "nothing sleeps, and the engine is eager", packages=("ray", "vllm"))
+@pytest.mark.parametrize("launcher", ["ray", "torchrun"])
+def test_a_whole_run_learns_and_publishes_a_policy(tmp_path: Path, launcher: str) -> None:
+    from tests.train.job_home import make_home
+
+    make_home(tmp_path)
+    for step in learned(tmp_path, {"launcher": launcher}):
         assert step["logprob_difference_max"] < 0.6, "as of require_turns, in bfloat16"
 
 
@@ -88,48 +95,26 @@ class Short(Environment):
     ids=["critic", "responses that go on", "episodes"],
 )
 def test_a_run_with_a_critic_responses_that_go_on_or_episodes_learns(tmp_path: Path, settings: dict[str, Any]) -> None:
-    from tests.train.job_home import job_context, make_home, metrics_of
-    from train.config.training import TrainConfig
-    from train.context import JobContext
-    from train.launch import run_job
+    from tests.train.job_home import make_home
 
     make_home(tmp_path)
     (tmp_path / "users_games.py").write_text(ENVIRONMENT)
-    cache = {"kv_cache_bytes": 16 * 2**20} if device_type() == "cpu" else {}
-    rollout = RUN["rollout"] | cache | settings.get("rollout", {})
-    reward = {} if "environment" in settings else {"reward": "users_code:reward"}
-    others = {"parent": 1, "python_path": [str(tmp_path)], **reward}
-    context = JobContext.model_validate(job_context(tmp_path, "run", **others))
-    config = RUN | settings | {"launcher": "torchrun", "rollout": rollout}
-    result = run_job(TrainConfig.model_validate(config), context)
-    assert (result.reason, result.steps) == (None, 3)
-    assert result.candidate is not None
-    assert changed_weights(tmp_path, result.candidate)
-    for step in metrics_of(tmp_path, "run"):
-        assert math.isfinite(step["reward"])
-        assert step["grad_norm"] > 0
+    reward = None if "environment" in settings else "users_code:reward"
+    for step in learned(tmp_path, settings | {"launcher": "torchrun"}, reward=reward):
         # Responses that go on are older policies' in part, and these learn fast.
         assert step["logprob_difference_max"] < (3 if "rollout" in settings else 0.6)
 
 
 @gpu_test("all", packages=("ray", "vllm"))
 def test_a_model_of_ones_own_is_trained_and_generates_on_its_device(tmp_path: Path) -> None:
-    from tests.train.job_home import job_context, make_home, metrics_of
+    from tests.train.job_home import make_home
     from tests.train.tiny_own_model import SOURCE, put_tiny_model
-    from train.config.training import TrainConfig
-    from train.context import JobContext
-    from train.launch import run_job
 
     make_home(tmp_path, put_tiny_model)
     (tmp_path / "users_model.py").write_text(SOURCE)
     own = {"dtype": "float32", "model": {"class": "users_model:TinyLM"}, "launcher": "torchrun"}
     rollout = {"backend": "hf", "max_tokens": 6, "max_model_len": 48}
-    others = {"reward": "users_code:reward", "parent": 1, "python_path": [str(tmp_path)]}
-    context = JobContext.model_validate(job_context(tmp_path, "own", **others))
-    result = run_job(TrainConfig.model_validate(RUN | own | {"rollout": rollout}), context)
-    assert result.candidate is not None, result.reason
-    assert changed_weights(tmp_path, result.candidate)
-    assert all(step["logprob_difference_max"] < 1e-3 for step in metrics_of(tmp_path, "own"))
+    assert all(step["logprob_difference_max"] < 1e-3 for step in learned(tmp_path, own | {"rollout": rollout}))
 
 
 @gpu_test("part", "nothing sleeps, so that nothing is given back", packages=("ray", "vllm"))
@@ -253,3 +238,68 @@ def test_a_server_of_two_devices_and_a_fleet_of_two_answer_as_a_server_of_one(tm
     if DEVICE == "cuda":
         assert answers(**{"engine.tensor_parallel_size": 2}) == alone
     assert answers(**{"fleet.replicas": 2}) == alone
+
+
+SCORER = """
+def score(batch):
+    # The part of a response that is "a"; None where there is none.
+    return [text.count("a") / len(text) if text else None for text in batch["response"].to_pylist()]
+"""
+
+
+@gpu_test("part", "nothing sleeps or waits for its turn", packages=("ray", "vllm"))
+def test_a_whole_cycle_scores_trains_judges_and_swaps_beside_the_server(tmp_path: Path) -> None:
+    """With one device all have it in turns, with more the server, training and evaluation have their own."""
+    import yaml
+
+    from loadtests.server import MILLRACE, Server, free_port, run
+    from loadtests.tiny_model import make_model_folder
+
+    model, home, port = make_model_folder(tmp_path / "model", 1, letters="abcdefgh"), tmp_path / "home", free_port()
+    home.mkdir()
+    (home / "users_scorer.py").write_text(SCORER)
+    items = [{"id": str(i), "prompt": f"{'abcdefgh'[i % 8]}{'abcdefgh'[i // 8 % 8]}{'hg'[i // 64]}"} for i in range(96)]
+    (home / "suite.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    context: dict[str, Any] = {"max_model_len": 64}
+    if DEVICE == "cpu":
+        context["kv_cache_bytes"] = 16 * 2**20
+    config = {
+        "home": str(home),
+        "serve": {"port": port, "engine": {**context, "dtype": "float32"}},
+        "feedback": {
+            "journal": {"segment_seconds": 1.0},
+            "lake": {"seal_seconds": 1.0},
+            "scoring": {"rules": {"letters": {"function": "users_scorer:score"}}},
+        },
+        "evaluation": {"scorer": "users_scorer:score", "max_tokens": 12, "gate": {"guardrails": {"length": None}}},
+        "train": RUN
+        | {"dtype": "float32", "steps": 12, "optimizer": {"learning_rate": 1e-2}}
+        | {"rollout": {**context, "max_tokens": 12}, "data": {"prompts_per_step": 8, "min_prompts": 8}},
+        "cycle": {"recipe": "rlvr"},
+    }
+    file = tmp_path / "millrace.yaml"
+    file.write_text(yaml.safe_dump(config))
+    run("init", "--model", str(model), "--config", str(file), "--no-write-config")
+
+    def answer(url: str, prompt: str) -> dict[str, Any]:
+        body = json.dumps({"prompt": prompt, "max_tokens": 12}).encode()
+        request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as found:
+            answered: dict[str, Any] = json.loads(found.read())
+        return answered
+
+    with Server([MILLRACE, "serve", "--config", str(file)], port, tmp_path / "serve.log") as server:
+        for first in "abcdefgh":
+            for second in "abcdefgh":
+                answer(server.url, f"{first}{second}")
+        said = run("cycle", "--config", str(file), "--json-out", str(tmp_path / "cycle.json"), folder=home)
+        cycle = json.loads((tmp_path / "cycle.json").read_text())
+        assert cycle["status"] in ("promoted", "refused", "undecided"), said
+        assert [stage["name"] for stage in cycle["stages"]][:3] == ["score", "train", "evaluate"]
+        assert cycle["rewards"] == 64
+        served = answer(server.url, "ab")["responses"][0]["policy_spans"][-1]["policy_version"]
+    assert served == (2 if cycle["status"] == "promoted" else 1)
+    assert changed_weights(home, 2, tmp_path / "model")
+    judged = json.loads((home / "evaluations" / "2-vs-1.json").read_text())
+    assert judged["engines"]["candidate"] in ("own", "resident")
+    assert judged["candidate"]["reward"]["value"] > judged["incumbent"]["reward"]["value"]
