@@ -205,10 +205,10 @@ def test_an_engine_of_evaluation_that_can_not_fit_is_refused_by_its_settings(qwe
     assert fits.found.startswith(
         "14.2 GiB of weights and 7.1 GiB of KV cache, where there are the 23.6 GiB of a device"
     )
-    greedy = check_evaluation(EvaluationEngineConfig(kv_cache_bytes=20 * GIB), qwen, gpu)
+    greedy = check_evaluation(EvaluationEngineConfig(kv_cache_bytes=17 * GIB), qwen, gpu)
     assert greedy.level == "refused"
     assert greedy.advice.startswith("lower evaluation.engine.kv_cache_bytes or evaluation.engine.max_model_len, or")
-    split = EvaluationEngineConfig(kv_cache_bytes=20 * GIB, tensor_parallel_size=2)
+    split = EvaluationEngineConfig(kv_cache_bytes=17 * GIB, tensor_parallel_size=2)
     assert check_evaluation(split, qwen, gpu).level == "tight"
     assert check_evaluation(EvaluationEngineConfig(), qwen, cpu(8 * GIB)).level == "refused"
     assert check_evaluation(EvaluationEngineConfig(), qwen, replace(cpu(8 * GIB), swap=8 * GIB)).level == "tight"
