@@ -70,10 +70,12 @@ def settings(home: Path) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def owner(home: Path, settings: Settings) -> Iterator[None]:
+def owner(home: Path, settings: Settings) -> Iterator[dict[str, str]]:
+    """The environment in which it was started, for what is run by hand beside it."""
     os.chdir(home)
+    environment = os.environ | {"PYTHONPATH": child_variables()["PYTHONPATH"]}
     with resident.serving(settings, shared=True):
-        yield
+        yield environment
     assert resident.residents(settings) is None
     assert not settings.path(resident.SHARED).exists()
 
@@ -226,30 +228,46 @@ def test_a_run_after_an_evaluation_learns_as_in_new_workers(
     assert weights(again) == weights(policy(home, runs["fresh"]))
 
 
+BY_HAND = """
+import os
+import sys
+from pathlib import Path
+from deploy.config import root
+from deploy.supervise import resident
+from evaluation.engine import OfflineEngines
+from feedback.processes import resident_socket
+from serve.policies.store import PolicyStore
+from tests.deploy.supervise.test_resident import ENGINE
+
+home, version, *options = sys.argv[1:]
+settings = root.load(None, [("home", home), *(option.split("=") for option in options)])
+with resident.joined(settings, "evaluate"):
+    if resident_socket.ADDRESS not in os.environ:
+        sys.exit(print("nobody"))
+    with OfflineEngines(ENGINE) as engines:
+        engines.of(PolicyStore(Path(home) / "policies").get(int(version)))
+        print(engines.where)
+"""
+
+
 def test_what_is_run_by_hand_beside_a_schedule_asks_its_workers_where_it_would_start_like_ones(
-    home: Path, runs: dict[str, JobResult], settings: Settings, monkeypatch: pytest.MonkeyPatch
+    home: Path, runs: dict[str, JobResult], owner: dict[str, str], settings: Settings, tmp_path: Path
 ) -> None:
-    address = os.environ[resident_socket.ADDRESS]
-    monkeypatch.delenv(resident_socket.ADDRESS)
-    assert LentEngine.borrow(policy(home, runs["second"]), ENGINE) is None
-    os.chdir(home)
-    with resident.joined(settings, "train"):
-        assert os.environ[resident_socket.ADDRESS] == address
-        with OfflineEngines(ENGINE) as engines:
-            engines.of(policy(home, runs["second"]))
-            assert engines.where == "resident"
-    assert resident_socket.ADDRESS not in os.environ
+    def answered_by(*options: str, folder: Path = home, **environment: str) -> str:
+        command = [sys.executable, "-c", BY_HAND, str(home), "1", *options]
+        return subprocess.run(
+            command, env=owner | environment, cwd=folder, capture_output=True, text=True, timeout=300, check=True
+        ).stdout.strip()
+
+    assert answered_by() == "resident"
     assert settings.path(resident.SHARED).stat().st_mode & 0o777 == 0o600
-    off = root.load(None, [("home", str(home)), ("train.resident.enabled", "false")])
-    with resident.joined(off, "train"):
-        assert resident_socket.ADDRESS not in os.environ
-    with monkeypatch.context() as other:
-        other.setenv("CUDA_VISIBLE_DEVICES", "1")
-        with resident.joined(settings, "train"):
-            assert resident_socket.ADDRESS not in os.environ
-    os.chdir(home.parent)
-    with resident.joined(settings, "train"):
-        assert resident_socket.ADDRESS not in os.environ
+    with ThreadPoolExecutor(3) as pool:
+        others = [
+            pool.submit(answered_by, "train.resident.enabled=false"),
+            pool.submit(answered_by, VLLM_CPU_OMP_THREADS_BIND="0"),
+            pool.submit(answered_by, folder=tmp_path),
+        ]
+        assert [other.result() for other in others] == ["nobody"] * 3
 
 
 @pytest.mark.long
@@ -374,31 +392,46 @@ except Stopped:
 """
 
 
+RUN_BY_HAND = """
+import sys
+from pathlib import Path
+from deploy.config import root
+from deploy.supervise import resident
+from tests.deploy.supervise.test_resident import GRPO, job
+from train.launch import run_job
+
+home = Path(sys.argv[1])
+config, context = job(home, "by-hand", **GRPO, checkpoint={"every_steps": 1}, restarts={"backoff_s": 0}, steps=12)
+with resident.joined(root.load(None, [("home", str(home))]), "train"):
+    print(run_job(config, context).steps)
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_by_hand_goes_on_in_its_own_ray_where_the_schedule_whose_workers_it_uses_ends(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: Callable[[], list[str]]
+    number: signal.Signals, tmp_path: Path, nothing_left: Callable[[], list[str]]
 ) -> None:
     make_home(tmp_path)
-    config, context = job(tmp_path, "by-hand", **GRPO, checkpoint={"every_steps": 1}, restarts={"backoff_s": 0})
-    config = config.model_copy(update={"steps": 12})
-    monkeypatch.delenv(resident_socket.ADDRESS, raising=False)
-    settings = root.load(None, [("home", str(tmp_path))])
     environment = os.environ | {"PYTHONPATH": child_variables()["PYTHONPATH"]}
-    with subprocess.Popen([sys.executable, "-c", SCHEDULE, str(tmp_path)], env=environment) as schedule:
+    environment.pop(resident_socket.ADDRESS, None)
+
+    def start(code: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        return subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+
+    with start(SCHEDULE) as schedule:
         try:
-            assert gone(settings.path(resident.SHARED).exists)
-            with resident.joined(settings, "train"), ThreadPoolExecutor(1) as pool:
-                running = pool.submit(run_job, config, context)
+            assert gone((tmp_path / resident.SHARED).exists)
+            with start(RUN_BY_HAND) as running:
                 assert gone((tmp_path / "runs/by-hand/checkpoints/step-00000001").exists, seconds=200)
-                assert settings.path(resident.STATE).exists()
+                assert (tmp_path / resident.STATE).exists()
                 schedule.send_signal(number)
-                result = running.result(300)
+                said, _ = running.communicate(timeout=300)
         finally:
             schedule.kill()
-    assert (result.steps, result.candidate) == (12, 2)
-    restarts = (tmp_path / "runs/by-hand/restarts.json").read_text()
-    assert '"kind":"lost"' in restarts.replace(" ", "")
+    assert said.splitlines()[-1] == "12"
+    assert '"kind":"lost"' in (tmp_path / "runs/by-hand/restarts.json").read_text().replace(" ", "")
     assert gone(lambda: not nothing_left(), seconds=60)
 
 
