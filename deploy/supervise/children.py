@@ -44,7 +44,8 @@ class Child:
 
     Args:
         environment: beside ours, which it gets without the settings.
-        patience: seconds to wait for a fork server that still imports; without any, only one that is ready is asked.
+        patience: seconds to wait for a fork server that still imports; without any, only one that is ready is asked,
+            and with None none, as of a program that changes modules before they are imported.
         stdin: a file of this process; by default there is nothing to read.
     """
 
@@ -57,7 +58,7 @@ class Child:
         grace: float,
         follow: Callable[[str], None] | None = None,
         environment: Mapping[str, str] | None = None,
-        patience: float = 0.0,
+        patience: float | None = 0.0,
         stdin: int | None = None,
     ) -> None:
         self.name = name
@@ -181,12 +182,14 @@ def _start(
     output: IO[bytes],
     variables: dict[str, str],
     grace: float,
-    patience: float,
+    patience: float | None,
     stdin: int | None,
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     with open(os.devnull, "rb") as nothing:
         files = (nothing.fileno() if stdin is None else stdin, output.fileno(), output.fileno())
-        forked = fork(command, environment=variables, files=files, grace=grace, patience=patience)
+        forked = None
+        if patience is not None:
+            forked = fork(command, environment=variables, files=files, grace=grace, patience=patience)
     return forked or subprocess.Popen(
         [sys.executable, "-P", "-m", "deploy.supervise.subreaper", str(os.getpid()), str(grace), *command],
         stdin=subprocess.DEVNULL if stdin is None else stdin,

@@ -86,7 +86,8 @@ def turn_the_loop(
         with stages("serve"):
             wait_for("the server", lambda: wait_for_serving.server_policy(settings) is not None, [up])
         command = users_command(users_file, folder, settings, users, seed)
-        with Child("users", command, log=settings.path(settings.up.logs) / "demo-users.log", grace=60.0) as crowd:
+        log = settings.path(settings.up.logs) / "demo-users.log"
+        with Child("users", command, log=log, grace=60.0, patience=None) as crowd:  # locust patches ssl
             for number in range(1, cycles + 1):
                 with stages(f"cycle {number}"):
                     wait_for(f"cycle {number}", lambda n=number: len(finished(settings)) >= n, [up, crowd])  # type: ignore[misc]
