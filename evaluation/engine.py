@@ -389,7 +389,9 @@ class LentEngine(OfflineEngine):
                 return value
             wait_until_gone(self._connection)  # whoever fails ends, and gives its memory back
         except EOFError:
-            value = "they have ended; see resident.log"
+            value = "they have ended, or taken it back; see resident.log"
+            if not _fits_beside(self._policy, self._config):
+                end_workers()
         self._connection.close()
         log.warning("policy %s goes on in an engine of its own: %s", self._policy.version, value)
         self._own, self.where = OfflineEngine(self._policy.path, self._config), "own"

@@ -31,7 +31,9 @@ from typing import Any, Final
 
 from evaluation.config import EngineConfig
 from feedback.files import replace_file
+from feedback.processes.exit import SIGNALLED
 from feedback.processes.resident_socket import GONE_S, Listener, hung_up
+from feedback.processes.signals import stop_requested
 from feedback.user_code import search_last
 from serve.kv_cache import available_memory, machine_memory
 from serve.policies.store import Policy
@@ -125,7 +127,10 @@ class Residence:
                     run_spec(config, context, self._pools)
             except BaseException as error:
                 traceback.print_exc()
-                answer = ("failed", getattr(error, "exit_code", getattr(error, "code", 1)), _text(error))
+                code = getattr(error, "exit_code", getattr(error, "code", 1))
+                if isinstance(error, SystemExit) and stop_requested():
+                    code = SIGNALLED + signal.SIGTERM
+                answer = ("failed", code, _text(error))
                 with suppress(OSError):
                     connection.send(answer)
                 raise

@@ -37,12 +37,16 @@ SHARED: Final = ".resident-shared.json"
 """In the home, for its user alone: how commands beside a schedule reach the workers of its cycles."""
 
 _SURROUNDINGS: Final = (
+    *("ATEN_", "CUDNN_", "DNNL_", "NVIDIA_", "OPENBLAS_"),
     *("CUBLAS_", "CUDA_", "GLOO_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "ONEDNN_", "PYTORCH_"),
     *("RAY_", "TORCH", "TRITON_", "VLLM_"),
     *(
+        "ALL_PROXY",
+        "all_proxy",
         "AWS_",
         "AZURE_",
         "COMET_",
+        "CURL_",
         "GOOGLE_",
         "HF_",
         "HTTP",
@@ -98,7 +102,7 @@ def joined(settings: Settings, role: Role) -> Iterator[None]:
         found is None
         or ADDRESS in os.environ
         or not settings.train.resident.enabled
-        or found["surroundings"] != _surroundings(settings, role)
+        or found.get("surroundings") != _surroundings(settings, role)
     ):
         yield
         return
@@ -194,7 +198,7 @@ def _noted(file: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = json.loads(file.read_bytes())
         if psutil.Process(found["process"]).create_time() > file.stat().st_mtime:  # another one of that number
             return None
-    except (OSError, psutil.Error, ValueError, KeyError):
+    except (OSError, psutil.Error, ValueError, KeyError, TypeError):
         return None
     return found
 

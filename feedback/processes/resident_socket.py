@@ -80,7 +80,7 @@ class Listener:
             return None
         try:
             accepted, _ = random.choice(ready).accept()  # or a crowd at the one would keep all from the other
-        except OSError:  # it has gone again
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
             return None
         if not is_ours(accepted):
             accepted.close()
@@ -181,7 +181,8 @@ def _limit(connection: socket.socket, seconds: float) -> None:
 def ask(connection: Connection, *message: Any, timeout_s: float | None = None) -> tuple[Any, ...]:
     """Send a message; the answer to it. Raises EOFError if the workers end meanwhile, TimeoutError."""
     try:
-        connection.send(message)
+        with suppress(BrokenPipeError, ConnectionResetError):  # who is busy has said so already, and closed
+            connection.send(message)
         if not connection.poll(timeout_s):
             raise TimeoutError(f"the resident workers did not answer {message[0]!r} within {timeout_s:g} s")
         answer: tuple[Any, ...] = connection.recv()

@@ -73,6 +73,11 @@ def stop_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def stop_requested() -> bool:
+    """Whether ``stop_on_signals``, around this, has raised Stopped; where Ray waited a plain SystemExit comes of it."""
+    return signal.getsignal(signal.SIGTERM) is _do_nothing
+
+
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     pass
 

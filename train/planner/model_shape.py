@@ -464,7 +464,7 @@ def keep_layers(model: PreTrainedModel, count: int) -> None:
     holder = model.get_submodule(parent)
     layers = list(getattr(holder, of_layers))
     mixed = [any(".experts." in f".{name}." for name, _ in layer.named_parameters()) for layer in layers]
-    start = min(mixed.index(True), len(layers) - count) if any(mixed) else 0
+    start = next((at for at in range(len(layers) - count + 1) if all(mixed[at : at + count])), 0)
     setattr(holder, of_layers, nn.ModuleList(layers[start : start + count]))
     if start:
         for name, value in vars(text).items():

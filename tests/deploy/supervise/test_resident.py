@@ -401,6 +401,8 @@ from tests.deploy.supervise.test_resident import GRPO, job
 from train.launch import run_job
 
 home = Path(sys.argv[1])
+code = (home / "users_code.py").read_text().replace("def reward(batch):", "def reward(batch):\\n    time.sleep(2)")
+(home / "users_code.py").write_text(f"import time\\n{code}")  # so that it is stopped amid a long call of Ray's
 config, context = job(home, "by-hand", **GRPO, checkpoint={"every_steps": 1}, restarts={"backoff_s": 0}, steps=12)
 with resident.joined(root.load(None, [("home", str(home))]), "train"):
     print(run_job(config, context).steps)
@@ -487,6 +489,27 @@ def test_what_does_not_know_the_secret_is_not_heard_and_who_hangs_up_is_noticed(
         assert resident_socket.hung_up(other)
         other.close()
         assert resident_socket.wait_until_gone(connection, 5.0)
+
+
+def test_who_is_told_that_the_workers_are_busy_hears_it_however_late_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = resident_socket.listen()
+    assert listener is not None
+    monkeypatch.setenv(resident_socket.ADDRESS, listener.address)
+
+    def turn_away() -> None:
+        other = listener.accept(10.0)
+        assert other is not None
+        other.send(("busy",))
+        other.close()
+
+    with listener.owners, ThreadPoolExecutor(1) as pool:
+        turned_away = pool.submit(turn_away)
+        connection = resident_socket.connect(start=True)
+        assert connection is not None
+        turned_away.result()
+        assert resident_socket.ask(connection, "train", b"settings" * 2**16) == ("busy",)
+        with pytest.raises(EOFError):
+            resident_socket.ask(connection, "train")
 
 
 STOPPED = """
