@@ -14,6 +14,8 @@ import asyncio
 import gc
 import multiprocessing
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -31,6 +33,7 @@ from serve.generation.request import GenerationProgress, nothing_was_left
 from serve.generation.request import Sampling as Sampling
 from serve.generation.request import sampled_logprobs as sampled_logprobs
 from serve.generation.tokenizer import Text
+from serve.local_ray.cluster import environment
 from serve.policies.store import Policy
 from serve.standby_room import Room
 from serve.vllm.adapters.slots import request_of
@@ -159,6 +162,7 @@ class Engine:
         self._text: Text | None = None
         self._llm: AsyncLLM | None = None
         self._waiting: WaitingProcess | None = None
+        self._sockets: Path | None = None  # the folder of those between the engine's process and this one
         self._given_up = False
         self._loads = 0
         self._adapters = 0  # the number of the last one
@@ -226,17 +230,19 @@ class Engine:
     def _boot(self, path: Path) -> None:
         if self._given_up:
             raise EngineError("the server was stopped")
+        self._sockets = Path(tempfile.mkdtemp(prefix="millrace-"))
         # Kept here, so that close() stops it if the start was cancelled.
-        self._llm, self.room = server_engine(
-            self.config,
-            path,
-            self.stats,
-            self._waiting,
-            self.further,
-            swap=self._swap,
-            replicas=self._replicas,
-            sleeps=self._sleeps,
-        )
+        with environment({"VLLM_RPC_BASE_PATH": str(self._sockets)}):  # where vLLM would leave them for ever
+            self._llm, self.room = server_engine(
+                self.config,
+                path,
+                self.stats,
+                self._waiting,
+                self.further,
+                swap=self._swap,
+                replicas=self._replicas,
+                sleeps=self._sleeps,
+            )
 
     async def attach(self, client: EngineClient) -> None:
         """Use the engine of another process, which ``follow`` tells of. Raises EngineError."""
@@ -282,6 +288,8 @@ class Engine:
             await asyncio.to_thread(llm.shutdown, self.config.stop_timeout_s)
             del llm
             gc.collect()  # AsyncLLM has cycles, and its __del__ fails when the interpreter itself is going
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
 
     @property
     def llm(self) -> AsyncLLM:

@@ -42,8 +42,11 @@ async def swapper(policies: list[Policy]) -> AsyncIterator[Swapper]:
     await made.start()
     yield made
     await made.close()
-    processes = list(engine.processes)
+    processes, sockets = list(engine.processes), engine._sockets
+    assert sockets is not None
+    assert list(sockets.iterdir())
     await engine.close()
+    assert not sockets.exists()
     assert processes
     assert not [process for process in processes if Path(f"/proc/{process}").exists()]
 
