@@ -139,7 +139,8 @@ def room_of(
     if other := [name for name in CHANGING_MEMORY if name in engine.extra]:
         known = fit_engine(engine, policy, section="serve.engine", share=SERVER_SHARE, memory=memory).size
         reason = f"what a second set of weights takes is not known, as serve.engine.extra has {', '.join(other)}"
-        return Room(bool(swap.in_place), reason, engine.gpu_memory_utilization, None if gpu else known)
+        in_place = gpu if swap.in_place is None else swap.in_place  # of a GPU the engine takes all that it may
+        return Room(in_place, reason, engine.gpu_memory_utilization, None if gpu else known)
     weights, quantized = weight_bytes(policy, engine.dtype)
     needs = needs_of(engine, swap, policy, weights, gpu=gpu, memory=memory)
     needs = replace(needs, weights=needs.weights + adapters)  # a second set has none

@@ -42,7 +42,7 @@ from train.own_model.overrides import model_folder
 from train.planner.defaults import as_begun, decide
 from train.run.best_weights import BestWeights, best_of, folder_of
 from train.run.checkpoints import Checkpoints
-from train.run.devices import machine_of_run
+from train.run.devices import machine_of_run, without_room
 from train.run.publish import publish
 from train.run.record import keep_data
 from train.run.recovery.erasures import Erasures
@@ -281,9 +281,12 @@ def by_plan(run: str, config: TrainConfig, model: Path) -> TrainConfig:
     if config.launcher == "ray":
         with suppress(WorkerError):  # raised again when the pools are started
             gpus = gpus_by_pool(config, gpus_of_cluster())[config.placement.actor]
-    found = decide(config, model, machine_of_run(config, gpus))
+    machine = machine_of_run(config, gpus)
+    found = decide(config, model, machine)
     if found.saves:
         say(f"{run}: {found.line}")
+    if machine is not None and (warning := without_room(config, model, machine)):
+        say(f"{run}: warning: {warning}")
     return found.config
 
 

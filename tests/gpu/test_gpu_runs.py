@@ -105,6 +105,18 @@ def test_a_run_with_a_critic_responses_that_go_on_or_episodes_learns(tmp_path: P
         assert step["logprob_difference_max"] < (3 if "rollout" in settings else 0.6)
 
 
+@gpu_test("part", "weights go over gloo", devices=2, packages=("ray", "vllm"))
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_that_generates_on_a_device_of_its_own_learns(tmp_path: Path, staleness: int) -> None:
+    from tests.train.job_home import make_home
+
+    make_home(tmp_path)
+    pools = {"training": {"ranks": 1}, "generation": {"ranks": 1}}
+    placement = {"pools": pools, "actor": "training", "reference": "training", "rollout": "generation"}
+    for step in learned(tmp_path, {"placement": placement, "rollout": {"staleness": staleness}}):
+        assert step["logprob_difference_max"] < (3 if staleness else 0.6)  # as above
+
+
 @gpu_test("all", packages=("ray", "vllm"))
 def test_a_model_of_ones_own_is_trained_and_generates_on_its_device(tmp_path: Path) -> None:
     from tests.train.job_home import make_home

@@ -161,14 +161,21 @@ MESHES: dict[str, dict[str, int]] = {
     "ulysses 2": {"sequence_parallel_size": 2},
     "two replicas": {"replicas": 2},
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kept after forward": {"reshard_after_forward": False},
+    "two layers ahead": {"prefetch_layers": 2},
+}
 
 
 @gpu_test("part", "collectives are gloo's", devices=2, torch_only=True)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_two_ranks_compute_what_one_does(policy: Path, tmp_path: Path, mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "options"), [*((mesh, "plain") for mesh in MESHES), *(("fsdp 2", name) for name in list(OPTIONS)[1:])]
+)
+def test_two_ranks_compute_what_one_does(policy: Path, tmp_path: Path, mesh: str, options: str) -> None:
     if MESHES[mesh]:
         require_own_groups()
-    for found in on_ranks(2, a_pass, tmp_path, policy, "float32", {}, MESHES[mesh], {}):
+    for found in on_ranks(2, a_pass, tmp_path, policy, "float32", OPTIONS[options], MESHES[mesh], {}):
         require_equal(found, expected(policy, a_batch()), "float32")
 
 

@@ -162,11 +162,13 @@ def test_a_compiled_engine_on_a_cpu_is_loaded_in_place(tmp_path: Path) -> None:
     assert not room_of(compiled, SwapConfig(), tmp_path, gpu=True, memory=device(80)).in_place
 
 
-def test_nothing_is_decided_where_sizes_are_not_known(tmp_path: Path) -> None:
-    engine = EngineConfig(extra={"cpu_offload_gb": 8})
-    room = room_of(engine, SwapConfig(), policy(tmp_path), gpu=True, memory=device(24))
-    assert (room.in_place, room.utilization) == (False, 0.9)
+def test_where_sizes_are_not_known_a_gpu_loads_in_place_unless_a_setting_says_otherwise(tmp_path: Path) -> None:
+    engine, folder = EngineConfig(extra={"cpu_offload_gb": 8}), policy(tmp_path)
+    room = room_of(engine, SwapConfig(), folder, gpu=True, memory=device(24))
+    assert (room.in_place, room.utilization) == (True, 0.9)
     assert "is not known, as serve.engine.extra has cpu_offload_gb" in room.reason
+    assert not room_of(engine, SwapConfig(in_place=False), folder, gpu=True, memory=device(24)).in_place
+    assert not room_of(engine, SwapConfig(), folder, gpu=False, memory=device(24)).in_place
 
 
 def test_a_model_with_another_kind_of_cache_keeps_a_twentieth_for_it(tmp_path: Path) -> None:

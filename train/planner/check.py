@@ -38,6 +38,11 @@ _SHORT: Final = 8
 
 _KV_CACHE: Final = "train.rollout.kv_cache_bytes"
 
+
+class DoesNotFit(RuntimeError):
+    """A run is planned not to fit on what it would compute on; the text says why, and what to change."""
+
+
 Level = Literal["fits", "tight", "refused", "unplanned"]
 _Section = TypeVar("_Section", bound=BaseModel)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from serve.gpus import gpus
 from serve.kv_cache import machine_memory
 from train.config.training import TrainConfig
+from train.planner.check import DoesNotFit, check_training
 from train.planner.machine import Machine, machine_of_gpus, this_cpu
 
 _ASKED_S: Final = 60.0
@@ -34,6 +36,22 @@ def machine_of_run(config: TrainConfig, devices: int) -> Machine | None:
         return None
     least = min(nodes, key=lambda node: node.memory)
     return _gpus(ranks, replace(least, gpus=min(n.gpus for n in nodes), host=min(n.host for n in nodes)))
+
+
+def without_room(config: TrainConfig, model: Path, machine: Machine) -> str | None:
+    """Why a run on a cluster does not fit its GPUs, which nobody could tell before; None if it may.
+
+    ``model``: its folder. Raises DoesNotFit where it certainly doesn't, as train.plan says.
+    """
+    if config.ray_address is None or config.plan == "off" or machine.kind != "cuda":
+        return None
+    finding = check_training(config, model, machine, host=int(min(machine.host_capacity, 2.0**62)))
+    if finding.level in ("fits", "unplanned"):
+        return None
+    text = f"training does not fit into memory: {finding.found}; {finding.advice}"
+    if finding.level == "refused" and config.plan == "refuse":
+        raise DoesNotFit(f"{text}; or start all the same with train.plan=warn")
+    return text
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from evaluation.config import EngineConfig as EvaluationEngineConfig
 from serve.config import EngineConfig, SwapConfig
 from tests.train.planner.public_configs import CONFIGS, write
 from train.config.training import TrainConfig
-from train.planner.check import Finding, check_evaluation, check_server, check_training
+from train.planner.check import DoesNotFit, Finding, check_evaluation, check_server, check_training
 from train.planner.machine import Machine, parse_gpus
 from train.planner.sizes import GIB
 
@@ -196,6 +196,27 @@ def test_weights_beyond_the_engines_part_of_a_device_are_refused(qwen: Path) -> 
     # A cache of a set size is not bounded by the share.
     sized = server(qwen, parse_gpus("1x40GB"), kv_cache_bytes=40 * GIB)
     assert (sized.level, "serve.engine.kv_cache_bytes" in sized.advice) == ("refused", True)
+
+
+@pytest.mark.parametrize(("plan", "refused"), [("refuse", True), ("warn", False), ("off", False)])
+def test_on_a_cluster_the_run_itself_is_refused_where_it_can_not_fit(
+    plan: str, refused: bool, qwen: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from train import job
+
+    monkeypatch.setattr(job, "gpus_of_cluster", lambda: [1])
+    monkeypatch.setattr(job, "gpus_by_pool", lambda *_: {"all": 1})
+    monkeypatch.setattr(job, "machine_of_run", lambda *_: parse_gpus("1x80GB"))
+    config = TrainConfig.model_validate({"ray_address": "http://head:8265", "plan": plan})
+    assert config.placement.actor == "all"
+    if refused:
+        with pytest.raises(DoesNotFit, match=r"actor update needs 1\d\d.* or start all the same with train.plan=warn"):
+            job.by_plan("run", config, qwen)
+    else:
+        job.by_plan("run", config, qwen)
+        assert ("run: warning: training does not fit" in capsys.readouterr().out) == (plan == "warn")
+    here = TrainConfig.model_validate({"plan": plan})  # which has been asked before it was started
+    job.by_plan("run", here, qwen)
 
 
 def test_an_engine_of_evaluation_that_can_not_fit_is_refused_by_its_settings(qwen: Path) -> None:

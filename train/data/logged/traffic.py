@@ -46,6 +46,7 @@ SPLIT: Final = "of conversations of several sequences"
 
 _OF_TOKENS: Final = ("response_id", "prompt_token_ids", "response_token_ids", "logprobs", "sampling", "finish_reason")
 _OF_PROMPTS: Final = ("prompt", "messages")
+_AT_ONCE: Final = 10_000  # conversations that are Python's objects
 
 
 _EPISODES: Final = pa.schema(
@@ -183,6 +184,7 @@ def _single(batches: Iterable[pa.RecordBatch], held_out: HeldOut | None, *, whol
 def _of_sessions(batches: Iterable[pa.RecordBatch], held_out: HeldOut | None, *, splits: bool) -> _Read:
     """The conversations in the rows of ``feedback.datasets.logged_turns``; without ``splits``, in one sequence each."""
     left_out, split, episodes = Counter[str](), Counter[str](), []
+    parts = [_EPISODES.empty_table()]
     rows = (row for batch in batches for row in batch.to_pylist())
     for _, session in groupby(rows, key=lambda row: (row["tenant"], row["user"], row["session_id"])):
         for found in conversations([Turn(row) for row in session]):
@@ -202,7 +204,10 @@ def _of_sessions(batches: Iterable[pa.RecordBatch], held_out: HeldOut | None, *,
                     "joined": [why is None for why in found.splits],
                 }
             )
-    return pa.Table.from_pylist(episodes, _EPISODES), left_out, split
+            if len(episodes) == _AT_ONCE:  # of a large lake Python's objects would take ten times as much
+                parts.append(pa.Table.from_pylist(episodes, _EPISODES))
+                episodes.clear()
+    return pa.concat_tables([*parts, pa.Table.from_pylist(episodes, _EPISODES)]), left_out, split
 
 
 def _problems(found: Conversation, held_out: HeldOut | None, *, splits: bool) -> Iterator[str | None]:

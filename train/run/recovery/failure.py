@@ -24,6 +24,7 @@ from serve.vllm.compat import IncompatibleVersion
 from train.checkpoint.folders import CheckpointError
 from train.config.sections import RestartsConfig
 from train.controller.failure_kinds import Kind, is_out_of_memory
+from train.planner.check import DoesNotFit
 
 FAILURE: Final = "failure.json"
 KILLED: Final = SIGNALLED + signal.SIGKILL
@@ -34,7 +35,7 @@ MEMORY_ADVICE: Final = (
     "much is needed"
 )
 
-_REFUSED: Final = (CheckpointError, IncompatibleVersion, RecordError, SuiteError, ValidationError)
+_REFUSED: Final = (CheckpointError, DoesNotFit, IncompatibleVersion, RecordError, SuiteError, ValidationError)
 
 
 class JobError(RuntimeError):
