@@ -51,7 +51,8 @@ def test_servers_prepared_each_candidate_while_it_was_judged_and_the_next_cycles
     served = (logs / "serve.log").read_text()
     assert all(f"candidate {version} is prepared" in served for version in (2, 3))
     assert not (policies / "candidate.json").exists()
-    assert "scored " in (logs / "cycle-000001-score-ahead.log").read_text()
+    first, _ = sorted(logs.glob("cycle-*-score-ahead.log"))  # of the cycles that trained, whichever those were
+    assert "scored " in first.read_text()
 
 
 def test_the_candidate_of_each_cycle_was_judged_by_the_engine_that_had_sampled_for_it(demo: Path) -> None:
