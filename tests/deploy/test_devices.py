@@ -211,7 +211,7 @@ def test_plans_are_of_the_devices_that_each_has(home_with_policy: Settings, gpus
         "evaluation works"
     ]
     plans = {check.name: check.level for check in doctor._plans(home_with_policy)}
-    assert plans == {"plan of serve": "ok", "plan of train": "ok"}
+    assert plans == {"plan of serve": "ok", "plan of train": "ok", "plan of evaluation": "ok"}
     [check] = doctor._assignment(changed(home_with_policy, ("devices.use", "any")))
     assert check.level == "warn"
 

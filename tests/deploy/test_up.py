@@ -150,7 +150,9 @@ def test_an_evaluation_that_can_not_fit_keeps_the_loop_off_before_anything_is_tr
     home_with_policy: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--config", str(home_with_policy.snapshot()), "--evaluation.engine.kv_cache_bytes", str(2**50)]
-    for command in (["up", "--schedule"], ["cycle"], ["evaluate", "1", "--incumbent", "1"]):
+    store = home_with_policy.policy_store()
+    other = store.publish(store.get(1).path, parent=1, lineage={}, metrics={})
+    for command in (["up", "--schedule"], ["cycle"], ["evaluate", str(other.version)]):
         assert cli.run([*command, *options]) == 2
         said = capsys.readouterr().err
         assert said.startswith("error: evaluation does not fit into memory: ")
