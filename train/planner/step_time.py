@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
+from train.planner.engine_memory import engine_bytes
 from train.planner.machine import Machine
 from train.planner.memory import MASTER, Sharding, optimizer_state
 from train.planner.sizes import ModelShape, Operations, PassOperations
@@ -289,8 +290,8 @@ def generation_cost(
     waves = -(-work.sequences // max(1, work.concurrent))
     at_once = -(-work.sequences // waves)
     length = work.prompt_tokens + work.response_tokens / 2
-    stored = itemsize * (shape.parameters - in_fp8) + in_fp8
-    read = stored / t + at_once * length * shape.key_value_bytes(itemsize, t)
+    stored = engine_bytes(shape.parameters, in_fp8, itemsize=itemsize, tensor_parallel_size=t)
+    read = stored + at_once * length * shape.key_value_bytes(itemsize, t)
     reading = read / (machine.bandwidth * machine.bandwidth_share)
     computing = 2.0 * shape.active * at_once / t / rate
     starting = len(shape.layers) * (machine.layer_s if eager else machine.graph_layer_s)
