@@ -47,11 +47,11 @@ def asleep(settings: Settings, role: Role, *, say: Callable[[str], None]) -> Ite
     try:
         yield
     finally:
-        _give_back()  # before the server takes it again
+        give_back_memory()  # before the server takes it again
         lease.end(say)
 
 
-def _give_back() -> None:
+def give_back_memory() -> None:
     """Give this process's unused memory of devices back, of which torch keeps all that a model had."""
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
         gc.collect()

@@ -137,18 +137,21 @@ def test_adapters_of_two_ranks_arrive_and_say_what_merged_weights_say(
     assert not any(found.values()), next(filter(None, found.values()))
 
 
-def require_mixture(ranks: int, folder: Path) -> None:
-    """What is trained of a mixture and sent to an engine of all ranks is what an engine loads that is started on it."""
+def require_mixture(ranks: int, engine: int, folder: Path) -> None:
+    """What is trained of a mixture and sent to engines is what an engine loads that is started on it.
+
+    ``engine``: ranks of each.
+    """
     import shutil
 
     from tests.train.weight_sync.test_mixture_sync import make_mixture
 
     # A GPU's kernels for experts need not have one for the narrow ones of the CPU's test.
     policy, exported = make_mixture(folder / "policy", width=256 if DEVICE == "cuda" else 32), folder / "exported"
-    sent = in_torchrun(ranks, "tests.train.mixture_ranks", policy, ranks, exported)
+    sent = in_torchrun(ranks, "tests.train.mixture_ranks", policy, engine, exported)
     for file in policy.glob("*token*"):
         shutil.copy(file, exported / file.name)
-    fresh = in_torchrun(ranks, "tests.train.mixture_ranks", exported, ranks, exported)["loaded"]
+    fresh = in_torchrun(ranks, "tests.train.mixture_ranks", exported, engine, exported)["loaded"]
     for way in ("by the plan", "in place", "gathered"):
         for found, expected in zip(sent[way], fresh, strict=True):
             assert [token for token, _ in found] == [token for token, _ in expected], way
@@ -160,12 +163,23 @@ def require_mixture(ranks: int, folder: Path) -> None:
 
 @gpu_test("part", "experts are multiplied by a CPU's kernel", packages=VLLM)
 def test_a_mixtures_experts_arrive_in_the_engine_of_the_same_process(tmp_path: Path) -> None:
-    require_mixture(1, tmp_path)
+    require_mixture(1, 1, tmp_path)
 
 
 @gpu_test("part", "experts are multiplied by a CPU's kernel, and over gloo", devices=2, packages=VLLM)
-def test_a_mixtures_experts_arrive_in_slices_from_two_ranks(tmp_path: Path) -> None:
-    require_mixture(2, tmp_path)
+@pytest.mark.parametrize("engine", [1, 2])
+def test_a_mixtures_experts_arrive_in_slices_from_two_ranks(tmp_path: Path, engine: int) -> None:
+    require_mixture(2, engine, tmp_path)
+
+
+@gpu_test("part", "the numbers of fp8 are emulated, and nothing sleeps", packages=VLLM, capability=(8, 9))
+@pytest.mark.parametrize("training", [None, "rowwise"])
+def test_an_engine_in_fp8_takes_the_new_experts_of_a_mixture(tmp_path: Path, training: str | None) -> None:
+    from tests.train.weight_sync.test_mixture_sync import make_mixture
+
+    policy = make_mixture(tmp_path / "policy", width=256, positions=128)
+    fp8 = {"training": training, "rollout": "fp8_per_channel", "emulate": DEVICE == "cpu"}
+    require_turns(in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1, json.dumps({"fp8": fp8})), wider=15)
 
 
 # ---------------------------------------------------------------------------------------- as a server's engine
@@ -304,6 +318,60 @@ def test_a_server_that_sleeps_gives_its_memory_back_and_answers_as_before_also_w
     found = on_server(store, 1, turns, eager=device_type() == "cpu", swap=WAYS[way], sleeps=True)
     fresh = on_server(store, 2, answers, eager=device_type() == "cpu", swap=WAYS[way])
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in fresh]
+
+
+@gpu_test("part", "both memories are one, and nothing waits for room", packages=VLLM)
+def test_a_server_wakes_when_who_had_its_device_has_given_back_what_it_does_not_use(store: Any) -> None:
+    import torch
+
+    from deploy.server_sleep import give_back_memory
+
+    async def turns(swapper: Any) -> None:
+        engine, expected = swapper.engine, await answers(swapper)
+        torch.ones(1, device=DEVICE)  # the context, which this process keeps
+        await swapper.rest()
+        await engine.sleep(60)
+        taken = torch.empty(device_memory.free_bytes() - 2**27 if DEVICE == "cuda" else 1, dtype=torch.uint8).to(DEVICE)
+        waking = asyncio.create_task(engine.wake(60))
+        await asyncio.sleep(3)
+        if DEVICE == "cuda":
+            assert not waking.done(), "there is no room"
+        del taken
+        await asyncio.sleep(2)
+        if DEVICE == "cuda":
+            assert not waking.done(), "torch keeps it for this process"
+        give_back_memory()
+        await waking
+        swapper.go_on()
+        assert [tokens for tokens, _ in await answers(swapper)] == [tokens for tokens, _ in expected]
+
+    on_server(store, 1, turns, eager=device_type() == "cpu", swap={}, sleeps=True)
+
+
+@gpu_test("part", "nothing sleeps", packages=VLLM)
+def test_a_server_whose_sleep_fails_when_its_memory_is_given_back_answers_as_before(store: Any) -> None:
+    async def failing(swapper: Any) -> None:
+        engine, expected = swapper.engine, await answers(swapper)
+
+        async def sleep(level: int, mode: str) -> None:
+            # As vLLM's own, whose workers sleep and which does not hear of it: it takes them for awake.
+            await engine.llm.pause_generation(mode=mode)
+            if level:
+                await engine.llm.collective_rpc("sleep", args=(level,))
+            raise RuntimeError("the answer of a worker is lost")
+
+        await swapper.rest()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.llm, "sleep", sleep)
+            with pytest.raises(RuntimeError, match="the answer of a worker is lost"):
+                await engine.sleep(60)
+        await engine.wake(60)  # as Sleeper does then
+        swapper.go_on()
+        for (tokens, log_probs), (before, of_them) in zip(await answers(swapper), expected, strict=True):
+            assert tokens == before
+            assert log_probs == pytest.approx(of_them, abs=1e-3)
+
+    on_server(store, 1, failing, eager=device_type() == "cpu", swap={}, sleeps=True)
 
 
 @gpu_test("no", "policies here are float32, which vLLM does not quantize", packages=VLLM, capability=(8, 9))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,9 @@ def changed_weights(home: Path, candidate: int, seed: Path | None = None) -> lis
     return [name for name in before if not torch.equal(before[name], after[name].to(before[name].dtype))]
 
 
-def learned(home: Path, settings: dict[str, Any], *, reward: str | None = "users_code:reward") -> list[dict[str, Any]]:
+def learned(
+    home: Path, settings: dict[str, Any], *, reward: Any = "users_code:reward", run: str = "run"
+) -> list[dict[str, Any]]:
     """The metrics of each step of a run in a home, which has changed the policy's weights and published it."""
     from tests.train.job_home import job_context, metrics_of
     from train.config.training import TrainConfig
@@ -49,17 +53,32 @@ def learned(home: Path, settings: dict[str, Any], *, reward: str | None = "users
     # On a CPU the cache is what is of use, a share of the machine's memory.
     cache = {"kv_cache_bytes": 16 * 2**20} if device_type() == "cpu" else {}
     config = RUN | settings | {"rollout": RUN["rollout"] | cache | settings.get("rollout", {})}
-    context = job_context(home, "run", reward=reward, parent=1, python_path=[str(home)])
+    context = job_context(home, run, reward=reward, parent=1, python_path=[str(home)])
     result = run_job(TrainConfig.model_validate(config), JobContext.model_validate(context))
     assert (result.reason, result.steps, result.stopped) == (None, 3, False)
     assert result.candidate is not None
     assert changed_weights(home, result.candidate)
-    steps: list[dict[str, Any]] = metrics_of(home, "run")
+    steps: list[dict[str, Any]] = metrics_of(home, run)
     assert len(steps) == 3
     for step in steps:
         assert math.isfinite(step["reward"])
         assert step["grad_norm"] > 0
     return steps
+
+
+def reward_model(folder: Path, policy: Path) -> Path:
+    """A random one that reads what the policy writes."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+    config = Qwen3Config(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes, **heads)
+    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 @gpu_test("part", "nothing sleeps, and the engine is eager", packages=("ray", "vllm"))
@@ -115,6 +134,52 @@ def test_a_run_that_generates_on_a_device_of_its_own_learns(tmp_path: Path, stal
     placement = {"pools": pools, "actor": "training", "reference": "training", "rollout": "generation"}
     for step in learned(tmp_path, {"placement": placement, "rollout": {"staleness": staleness}}):
         assert step["logprob_difference_max"] < (3 if staleness else 0.6)  # as above
+
+
+@gpu_test("part", "a pool of its own shares the processor", packages=("ray", "vllm"))
+@pytest.mark.parametrize("pool", [None, "all", "rewards"], ids=["driver", "actors pool", "own pool"])
+def test_a_reward_model_rewards_a_run_wherever_it_is(tmp_path: Path, pool: str | None) -> None:
+    from tests.train.job_home import make_home
+
+    make_home(tmp_path)
+    model = reward_model(tmp_path / "reward_model", tmp_path / "seed")
+    pools = {"all": {"ranks": 1}} | ({"rewards": {"ranks": 1}} if pool == "rewards" else {})
+    reward = {"votes": {"model": {"name": str(model)}}}
+    for step in learned(tmp_path, {"placement": {"pools": pools, "reward": pool}}, reward=reward):
+        assert 0 < step["reward"] < 1
+        assert step["unrewarded_responses"] == 0
+
+
+CLUSTER, SHARED = "MILLRACE_GPU_SUITE_CLUSTER", "MILLRACE_GPU_SUITE_SHARED"
+NODES = """
+from ray.util import placement_group_table
+from train.observe.hooks import Hook
+
+class Nodes(Hook):
+    def on_step(self, step, metrics):
+        placed = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+        nodes = {node for group in placed for node in group["bundles_to_node_id"].values()}
+        (self.run.folder / "nodes").write_text(str(len(nodes)))
+"""
+
+
+@gpu_test("part", "gradients go over gloo", packages=("ray", "vllm"))
+def test_a_run_over_two_machines_learns() -> None:
+    """On a cluster of Ray's that is there: the address of its jobs, and a folder that all its machines see."""
+    address, shared = os.environ.get(CLUSTER), os.environ.get(SHARED)
+    if not (address and shared):
+        pytest.skip(f"needs a cluster: {CLUSTER}=http://head:8265, and {SHARED}, a folder that its machines share")
+    from tests.train.job_home import make_home
+
+    spread = {"pools": {"all": {"ranks": 2, "strategy": "STRICT_SPREAD"}}}
+    settings = {"ray_address": address, "placement": spread, "hooks": ["nodes_hook:Nodes"]}
+    with tempfile.TemporaryDirectory(prefix="suite-", dir=shared) as folder:
+        home = Path(folder)
+        make_home(home)
+        (home / "nodes_hook.py").write_text(NODES)
+        for step in learned(home, settings):
+            assert step["logprob_difference_max"] < 0.6  # as above
+        assert (home / "runs" / "run" / "nodes").read_text() == "2"
 
 
 @gpu_test("all", packages=("ray", "vllm"))
@@ -187,18 +252,12 @@ def test_resident_workers_rest_lend_their_engine_and_take_the_next_run(tmp_path:
 def test_a_reward_model_scores_on_the_device_as_on_a_cpu(tmp_path: Path, dtype: str) -> None:
     import pyarrow as pa
     import torch
-    from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
     from feedback.config import ModelConfig
     from feedback.scoring.sources.reward_model import RewardModel
     from loadtests.tiny_model import make_model_folder
 
-    folder = make_model_folder(tmp_path, 0)  # for its tokenizer
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
-    config = Qwen3Config(vocab_size=258, num_labels=1, pad_token_id=0, **sizes, **heads)
-    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    folder = reward_model(tmp_path / "reward_model", make_model_folder(tmp_path / "model", 0))
     responses = ["four", "five and six", "", "a much longer response than the others are"]
     rows = {"prompt": ["two and two is "] * 4, "messages": pa.nulls(4, pa.string()), "response": responses}
 

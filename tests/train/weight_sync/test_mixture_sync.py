@@ -13,8 +13,11 @@ from loadtests.tiny_model import make_model_folder
 from tests.train.torchrun_checks import answer_of_ranks
 
 
-def make_mixture(home: Path, *, width: int = 32) -> Path:
-    """``width``: of each expert. Two ranks have half of it, which vLLM fills up for a CPU's kernel."""
+def make_mixture(home: Path, *, width: int = 32, positions: int = 64) -> Path:
+    """``width``: of each expert. Two ranks have half of it, which vLLM fills up for a CPU's kernel.
+
+    ``positions``: that a sequence may have.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     folder = make_model_folder(home, 0)  # for its tokenizer
@@ -30,7 +33,7 @@ def make_mixture(home: Path, *, width: int = 32) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=64,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
         eos_token_id=1,
         pad_token_id=0,
