@@ -11,9 +11,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, Literal, Self
@@ -232,8 +232,11 @@ class OfflineEngine:
             self._llm.collective_rpc("millrace_set_prompt_temperature", args=(1.0,))
 
     def sample(self, prompts: Sequence[TokenIds], sampling: Sequence[Mapping[str, Any]], *, seed: int) -> list[str]:
-        """The text of a response to each prompt, sampled by vLLM's parameters for it, such as temperature."""
-        params = [sampling_params(seed=seed + i, logprobs=None, **of) for i, of in enumerate(sampling)]
+        """The text of a response to each prompt, sampled by vLLM's parameters for it, such as temperature.
+
+        ``seed``: of the first, the next one's is one more, where its parameters have none.
+        """
+        params = [sampling_params(**({"seed": seed + i} | of), logprobs=None) for i, of in enumerate(sampling)]
         return [output.outputs[0].text or "" for output in self._generate(prompts, params)]
 
     def answer(self, prompts: Sequence[TokenIds], sampling: Sequence[Mapping[str, Any]]) -> list[Response]:
@@ -287,9 +290,23 @@ class Call:
         value = getattr(engine, self.name)
         return value(*self.arguments, **self.keywords) if callable(value) else value
 
+    def dealt(self, engines: int) -> tuple[list[Call | None], Callable[[list[Any]], Any]]:
+        """What to ask of each of so many engines with one policy, and what makes one answer of theirs.
+
+        Requests are dealt out like cards. What any engine can answer, the first is asked alone.
+        """
+        if self.name not in _BY_REQUEST:
+            return [self, *[None] * (engines - 1)], lambda answers: answers[0]
+        arguments = self.arguments
+        if self.name == "sample":  # which seed a request has goes by its place
+            prompts, sampling = arguments
+            arguments = prompts, [{"seed": self.keywords["seed"] + i} | of for i, of in enumerate(sampling)]
+        hands = [tuple(_hand(argument, i, engines) for argument in arguments) for i in range(engines)]
+        return [replace(self, arguments=hand) for hand in hands], _together
+
 
 class LentEngine(OfflineEngine):
-    """The rollout engine of the resident workers, which sleep between two trainings: every method is called there.
+    """The rollout engines of the resident workers, which sleep between two trainings: every method is called there.
 
     Where they can't answer, as they have died or failed, it goes on in an engine of its own from the same call on,
     which raises what is wrong with the call itself.
@@ -398,7 +415,25 @@ class LentEngine(OfflineEngine):
         return None
 
 
-_REMOTE: Final = frozenset({"dtype", "max_model_len", "longest_scored", "encode", "run", "score", "sample", "answer"})
+_BY_REQUEST: Final = frozenset({"run", "score", "sample", "answer"})
+_REMOTE: Final = _BY_REQUEST | {"dtype", "max_model_len", "longest_scored", "encode"}
+
+
+def _hand(requests: Work | Sequence[Any], i: int, engines: int) -> Any:
+    """Those of them that engine ``i`` gets."""
+    if isinstance(requests, Work):
+        return Work(**{each.name: getattr(requests, each.name)[i::engines] for each in fields(Work)})
+    return requests[i::engines]
+
+
+def _together(answers: Sequence[Any]) -> Any:
+    """Of each engine's answers, in the order of the requests that ``_hand`` has dealt out."""
+    if isinstance(answers[0], Done):
+        return Done(**{each.name: _together([getattr(of, each.name) for of in answers]) for each in fields(Done)})
+    found = [None] * sum(map(len, answers))
+    for i, of_engine in enumerate(answers):
+        found[i :: len(answers)] = of_engine
+    return found
 
 
 class OfflineEngines:

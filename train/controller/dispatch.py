@@ -62,11 +62,6 @@ def to_all(layout: Layout, argument: Any) -> Split:
     return [argument] * layout.ranks, _first
 
 
-def to_first_engine(layout: Layout, argument: Any) -> Split:
-    """The ranks of the first generation engine get the same; rank 0's answer is the answer. Not under torchrun."""
-    return [argument] * layout.tensor_parallel_size, _first
-
-
 def to_all_gathered(layout: Layout, argument: Any) -> Split:
     """Every rank gets the same; the answer is the list of theirs, by rank."""
     return [argument] * layout.ranks, list

@@ -93,16 +93,16 @@ class ResidentPools:
         return f"the resident workers' engine has {'; '.join(other)}" if other else None
 
     def load(self, policy: Policy) -> None:
-        """Have the engine answer for this policy. Raises WorkerError, also where it can't be lent at all."""
+        """Have the engines answer for this policy. Raises WorkerError, also where it can't be lent at all."""
         self._rollout.lend_load.start(policy).result(_LENT_S)
         self.lend(Call("dtype"))
 
     def lend(self, call: Call) -> Any:
-        """What a call of the engine returns. Raises WorkerError."""
+        """What a call of an engine returns, by all that there are. Raises WorkerError."""
         return self._rollout.lend.start(call).result(_LENT_S)
 
     def take_back(self) -> None:
-        """Let the engine sleep again."""
+        """Let the engines sleep again."""
         self._rest(self._engine_pool)
 
     def _rest(self, name: str, timeout_s: float | None = None) -> None:

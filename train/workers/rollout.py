@@ -36,7 +36,7 @@ from train.checkpoint.random_state import seed_of
 from train.config.context_length import rollout_cache
 from train.config.sections import RolloutConfig
 from train.config.training import TrainConfig
-from train.controller.dispatch import by_engine, dispatch, to_all, to_engines, to_first_engine
+from train.controller.dispatch import Layout, Split, by_engine, dispatch, to_all, to_engines
 from train.controller.worker import Worker
 from train.environments.engine_loop import Player, Start
 from train.environments.environment import EpisodePrompt
@@ -52,6 +52,12 @@ from train.weight_sync.gather import gather
 from train.weight_sync.sync import WeightSync
 
 log = logging.getLogger(__name__)
+
+
+def _over_engines(layout: Layout, call: Call) -> Split:
+    calls, together = call.dealt(layout.ranks // layout.tensor_parallel_size)
+    parts, join = to_engines(layout, calls)
+    return parts, lambda answers: together(join(answers))
 
 
 class RolloutWorker(Worker):
@@ -334,15 +340,17 @@ class RolloutWorker(Worker):
     def _sample(self, completion: Any, context: list[int]) -> Sample:
         return to_sample(completion, context, self.text)
 
-    @dispatch(to_first_engine)
+    @dispatch(to_all)
     def lend_load(self, policy: Policy) -> None:
-        """Have the first engine answer for this policy, by ``lend``, until the next run."""
+        """Have the engine answer for this policy, by ``lend``, until the next run."""
         with self._awake():
             load_files(self.llm, policy.path)
 
-    @dispatch(to_first_engine)
-    def lend(self, call: Call) -> Any:
-        """What a method, or a property, of an evaluation's engine returns, called on the first engine."""
+    @dispatch(_over_engines)
+    def lend(self, call: Call | None) -> Any:
+        """What a method, or a property, of an evaluation's engine returns; None where this one is not asked."""
+        if call is None:
+            return None
         with policy_logprobs(self.llm):
             return call.of(OfflineEngine.around(self.llm, eager=self.config.rollout.is_eager))
 

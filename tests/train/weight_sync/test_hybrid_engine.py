@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deploy.examples.demo.seed import make_model, make_tokenizer
 from deploy.examples.demo.task import items
-from evaluation.engine import Call
+from evaluation.engine import Call, Work
 from serve.policies.folder import safetensors_header
 from tests.paths import ROOT
 from tests.train.tiny_models import plain_log_probs
@@ -140,6 +140,32 @@ def test_both_backends_give_the_same_tokens_the_same_logprobs(engine: Engine) ->
     assert [[(s.token_ids, s.text, s.finish_reason) for s in of] for of in greedy[0]] == [
         [(s.token_ids, s.text, s.finish_reason) for s in of] for of in greedy[1]
     ]
+
+
+def test_what_is_asked_of_all_engines_is_answered_in_order_and_as_by_one(engine: Engine) -> None:
+    rollout, asked = engine.rollouts["vllm"], some_prompts(engine, 5)
+    warm, short = [{"temperature": 1.3, "max_tokens": 5}] * len(asked), {"max_tokens": 6}
+    work = Work(asked, [(p, i) for i, p in enumerate(asked)], [(p, {"seed": 9}) for p in asked[:3]], [(asked[0], [4])])
+    done = rollout.lend(Call("run", (work,), short))
+    texts = rollout.lend(Call("sample", (asked, warm), {"seed": 7}))
+    answers = rollout.lend(Call("answer", (asked, [of | {"seed": i} for i, of in enumerate(warm)])))
+    assert len(set(texts)) > 1
+    # One request is always the first engine's.
+    for i, prompt in enumerate(asked):
+        one = [prompt]
+        (alone,) = rollout.lend(Call("run", (Work(one),), short)).greedy
+        assert (done.greedy[i].token_ids, done.greedy[i].text) == (alone.token_ids, alone.text)
+        (alone,) = rollout.lend(Call("run", (Work(sampled=[(prompt, i)]),), short)).sampled
+        assert done.sampled[i].token_ids == alone.token_ids
+        assert done.sampled[i].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+        assert rollout.lend(Call("sample", (one, warm[:1]), {"seed": 7 + i})) == [texts[i]]
+        assert rollout.lend(Call("answer", (one, [warm[i] | {"seed": i}]))) == [answers[i]]
+    for i, prompt in enumerate(asked[:3]):
+        (alone,) = rollout.lend(Call("run", (Work(requested=[(prompt, {"seed": 9})]),), short)).requested
+        assert done.requested[i].token_ids == alone.token_ids
+    assert [len(of) for of in done.scored] == [1]
+    assert rollout.lend(Call("max_model_len")) == 64
+    assert rollout.lend(Call("encode", (["a>"],))) == [AutoTokenizer.from_pretrained(engine.policy)("a>").input_ids]
 
 
 def test_attention_does_not_cross_sequences(engine: Engine) -> None:
