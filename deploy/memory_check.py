@@ -86,13 +86,15 @@ def require_evaluation(settings: Settings, policy: int | None, say: Callable[[st
 
 
 def refused_evaluation(settings: Settings) -> list[str]:
-    """Why evaluating the policy that serves can't fit, where evaluation.plan is to refuse that; one text, or none."""
-    try:
-        if settings.evaluation.plan == "refuse":
-            require_evaluation(settings, None, lambda _: None)
-    except ConfigError as error:
-        return [str(error)]
-    return []
+    """Why evaluating the policy that serves can't fit, where evaluation.plan is to refuse that; one text, or none.
+
+    Raises ConfigError if there are no devices to be on.
+    """
+    assignment = devices.assigned(settings)
+    if settings.evaluation.plan != "refuse" or (folder := policy_folder(settings)) is None:
+        return []
+    finding = evaluation(settings, folder, assignment)
+    return [_refusal(finding, "evaluation", "evaluation")] if finding.level == "refused" else []
 
 
 def training(config: TrainConfig, policy: Path, assignment: Assignment | None = None) -> Finding:

@@ -36,28 +36,15 @@ STATE: Final = ".resident.json"
 SHARED: Final = ".resident-shared.json"
 """In the home, for its user alone: how commands beside a schedule reach the workers of its cycles."""
 
-_SURROUNDINGS: Final = (
-    *("ATEN_", "CUDNN_", "DNNL_", "NVIDIA_", "OPENBLAS_"),
-    *("CUBLAS_", "CUDA_", "GLOO_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "ONEDNN_", "PYTORCH_"),
-    *("RAY_", "TORCH", "TRITON_", "VLLM_"),
-    *(
-        "ALL_PROXY",
-        "all_proxy",
-        "AWS_",
-        "AZURE_",
-        "COMET_",
-        "CURL_",
-        "GOOGLE_",
-        "HF_",
-        "HTTP",
-        "http",
-        "MLFLOW_",
-        "NO_PROXY",
-        "no_proxy",
-        "SSL_",
-        "WANDB_",
-    ),
+_COMPUTE: Final = (
+    *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLOO_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "NCCL_"),
+    *("NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "RAY_", "TORCH", "TRITON_", "VLLM_"),
 )
+_REACH: Final = (
+    *("ALL_PROXY", "all_proxy", "AWS_", "AZURE_", "COMET_", "CURL_", "GOOGLE_", "HF_", "HTTP", "http", "MLFLOW_"),
+    *("NO_PROXY", "no_proxy", "SSL_", "WANDB_"),
+)
+_SURROUNDINGS: Final = _COMPUTE + _REACH
 """How variables begin that decide what workers compute by, and what they reach."""
 
 _GRACE_S: Final = 20.0
