@@ -117,7 +117,7 @@ def fleet(nodes: tuple[Node, Node], tmp_path: Path) -> Iterator[tuple[subprocess
         },
     }
     log = tmp_path / "serve.log"
-    process = nodes[0].popen([sys.executable, "-c", SERVER, json.dumps(settings)], log)
+    process = nodes[0].popen([sys.executable, SERVER, json.dumps(settings)], log)
     try:
         wait_until(lambda: ready(HEAD) == REPLICAS and ready(WORKER) == REPLICAS, log, process)
         yield process, log
