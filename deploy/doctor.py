@@ -199,7 +199,8 @@ def _plans(settings: Settings) -> Iterable[Check]:
     plans = {"plan of serve": memory_check.server(settings, policy, assignment)}
     for stage in settings.cycle.stages:
         if stage.stage == "train":
-            plans[f"plan of {stage.label}"] = memory_check.training(settings.of_stage(stage).train, policy, assignment)
+            own = settings.of_stage(stage)
+            plans[f"plan of {stage.label}"] = memory_check.training(own.train, policy, assignment, own.rollout_reward())
     plans["plan of evaluation"] = memory_check.evaluation(settings, policy, assignment)
     for name, plan in plans.items():
         level = _LEVELS[plan.level]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from deploy import devices
 from deploy.config.root import ConfigError, Settings
+from feedback.config import ScoringConfig
 from feedback.trusted_code import UntrustedCode, trusted
 from serve.kv_cache import machine_memory
 from serve.policies.folder import PolicyError
@@ -18,6 +19,7 @@ from train.planner.assignment import ASLEEP, Assignment, Role
 from train.planner.check import Finding, check_evaluation, check_server, check_training, planned
 from train.planner.defaults import is_small
 from train.planner.machine import Machine, machine_of_gpus, this_cpu
+from train.planner.reward_models import scorers_of
 
 if TYPE_CHECKING:
     from train.config.training import TrainConfig
@@ -35,7 +37,8 @@ def require_training(settings: Settings, policy: int | None, say: Callable[[str]
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if settings.train.plan != "off":
-        _require(training(settings.training(), folder, assignment), "train", settings.train.plan, say)
+        finding = training(settings.training(), folder, assignment, settings.rollout_reward())
+        _require(finding, "train", settings.train.plan, say)
 
 
 def refused_training(settings: Settings) -> list[str]:
@@ -49,14 +52,14 @@ def refused_training(settings: Settings) -> list[str]:
         return []
     stages = {stage.label: settings.of_stage(stage) for stage in settings.cycle.stages if stage.stage == "train"}
     asked = {
-        label: own.resolved().train
+        label: (own.resolved().train, folder, assignment, own.rollout_reward())
         for label, own in stages.items()
-        if own.train.plan == "refuse" and not _certainly_fits(own.train, folder, assignment)
+        if own.train.plan == "refuse" and not _certainly_fits(own, folder, assignment)
     }
     if not asked:
         return []
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        planning = {label: process.submit(training, config, folder, assignment) for label, config in asked.items()}
+        planning = {label: process.submit(training, *of) for label, of in asked.items()}
         found = {label: planned(plan.result) for label, plan in planning.items()}
     return [_refusal(finding, label, "train") for label, finding in found.items() if finding.level == "refused"]
 
@@ -97,13 +100,23 @@ def refused_evaluation(settings: Settings) -> list[str]:
     return [_refusal(finding, "evaluation", "evaluation")] if finding.level == "refused" else []
 
 
-def training(config: TrainConfig, policy: Path, assignment: Assignment | None = None) -> Finding:
-    """Whether training from the policy in a folder fits this machine, or the devices that it is assigned."""
+def training(
+    config: TrainConfig,
+    policy: Path,
+    assignment: Assignment | None = None,
+    reward: str | ScoringConfig | None = None,
+) -> Finding:
+    """Whether training from the policy in a folder fits this machine, or the devices that it is assigned.
+
+    ``reward``: what rewards what it samples; a reward model takes memory, too.
+    """
     if config.ray_address is not None:
         return Finding("unplanned", f"it runs on the cluster of train.ray_address={config.ray_address}")
     ranks = sum(config.ranks_of(pool) for pool in config.placement.pools)
     return planned(
-        lambda: check_training(config, policy, this_machine(ranks, assignment, "train"), host=machine_memory())
+        lambda: check_training(
+            config, policy, this_machine(ranks, assignment, "train"), host=machine_memory(), reward=reward
+        )
     )
 
 
@@ -183,16 +196,18 @@ def _problem(finding: Finding, what: str) -> str:
     return f"{what} does not fit into memory: {finding.found}; {finding.advice}"
 
 
-def _certainly_fits(config: TrainConfig, policy: Path, assignment: Assignment | None) -> bool:
-    """Whether a step takes a small part of what a rank has, by the policy's size alone."""
+def _certainly_fits(settings: Settings, policy: Path, assignment: Assignment | None) -> bool:
+    """Whether a step takes a small part of what a rank has, by the models' sizes alone."""
+    config = settings.train
     if config.ray_address is not None:
         return True  # as far as this machine goes
     if config.algorithm.critic.model is not None:
         return False  # it may be larger
     try:
         machine = this_machine(sum(config.ranks_of(pool) for pool in config.placement.pools), assignment, "train")
+        rewards = sum(each.bytes for each in scorers_of(settings.rollout_reward(), machine.kind))
     except Exception:  # noqa: BLE001  whatever the driver has: what can't be told at a glance is planned
         return False
     cache, longest = config.rollout.kv_cache_bytes or 0, config.longest_response
     few = cache < machine.memory / 4 and longest < config.micro_batch_tokens
-    return few and is_small(config, policy, machine)
+    return few and rewards < machine.memory / 4 and is_small(config, policy, machine)

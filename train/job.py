@@ -98,7 +98,7 @@ def _run(
         elif config.samples:
             reward = Reward(rewarded_by(config, context.reward), config.step_timeout_s)
             scorer = reward.scorer
-        begun = begin(config, context, stores, lake, scorer, partial(by_plan, context.run))
+        begun = begin(config, context, stores, lake, scorer, partial(by_plan, context))
         if begun.finished is not None:
             say(f"{context.run}: was finished before, it published {begun.finished.published}")
             if begun.finished.reward_model is not None:
@@ -275,18 +275,18 @@ def train(
 # ---------------------------------------------------------------------------------------------- before the first step
 
 
-def by_plan(run: str, config: TrainConfig, model: Path) -> TrainConfig:
+def by_plan(context: JobContext, config: TrainConfig, model: Path) -> TrainConfig:
     """What a new run of this model's folder does about memory where its settings leave that open, and say so."""
     gpus = 0
     if config.launcher == "ray":
         with suppress(WorkerError):  # raised again when the pools are started
             gpus = gpus_by_pool(config, gpus_of_cluster())[config.placement.actor]
     machine = machine_of_run(config, gpus)
-    found = decide(config, model, machine)
+    found = decide(config, model, machine, reward=context.reward)
     if found.saves:
-        say(f"{run}: {found.line}")
-    if machine is not None and (warning := without_room(config, model, machine)):
-        say(f"{run}: warning: {warning}")
+        say(f"{context.run}: {found.line}")
+    if machine is not None and (warning := without_room(config, model, machine, context.reward)):
+        say(f"{context.run}: warning: {warning}")
     return found.config
 
 

@@ -163,7 +163,7 @@ def train(
     """
     from deploy import memory_check
     from deploy.loop.cycle import training_parent
-    from deploy.loop.preflight import no_reward, reward_of, training_problems
+    from deploy.loop.preflight import no_reward, training_problems
     from deploy.low_precision_check import fp8_problem, torchao_problem
 
     devices.take(settings, "train")
@@ -196,7 +196,7 @@ def train(
             reward_models=resolved.evaluation.reward_model_folder if held_out else resolved.train.reward_model.folder,
             lake_uri=resolved.feedback.lake.uri,
             lake=resolved.feedback.lake,
-            reward=None if reward_model else reward_of(settings),
+            reward=None if reward_model else settings.rollout_reward(),
             parent=parent,
             python_path=[str(Path.cwd())],
             lineage=lineage.current(settings),
@@ -335,7 +335,7 @@ def evaluate(
 def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
     """Judge a candidate, and print the verdict."""
     from deploy import memory_check
-    from deploy.loop.preflight import judging_problems, reward_of
+    from deploy.loop.preflight import judging_problems
     from evaluation.decisions.judgement import judge
     from evaluation.suites.decoding import count_requests
     from evaluation.suites.suite import Suite
@@ -352,7 +352,7 @@ def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json
     with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent), ExitStack() as held:
         click.echo(f"policy {candidate} against policy {incumbent}, with {len(suite.items)} items of {config.suite}")
         training_reward = None
-        if (rewarded_by := reward_of(settings)) is not None:
+        if (rewarded_by := settings.rollout_reward()) is not None:
             training_reward = _training_reward(rewarded_by, settings.train.step_timeout_s)
         policies, sources = (store.verify(candidate), store.verify(incumbent)), settings.evaluation_sources()
         if sources.note:

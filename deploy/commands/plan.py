@@ -84,7 +84,7 @@ def plan(
 
     try:
         policy = read_config(model or _serving_folder(settings), config.model)
-        models = models_of(policy, config, machine.kind)
+        models = models_of(policy, config, machine.kind, settings.rollout_reward())
         if machine_file is None and machine.kind == "cpu":
             from train.own_model.model_class import maker
             from train.planner.cpu_rates import measure_cpu

@@ -580,6 +580,18 @@ class Settings(Section):
         human = scoring.human.model_copy(update={"model": found(scoring.human.model)})
         return scoring.model_copy(update={"human": human, "model": found(scoring.model)})
 
+    def rollout_reward(self) -> str | ScoringConfig | None:
+        """What rewards rollouts: a function by name, or the sources with training's weights; None if there is none.
+
+        A teacher, which training asks in their place, is none: it rewards what training samples, and nothing else.
+        """
+        if self.train.algorithm.teacher is not None:
+            return None
+        if self.train.reward:
+            return self.train.reward
+        scoring = self.resolved().feedback.scoring.weighed(self.train.reward_weights)
+        return scoring if any(scoring.for_rollouts.values()) else None
+
     def training(self, *, reward_model: bool = False, held_out: bool = False) -> TrainConfig:
         """The settings of a run that trains a policy, or the reward model.
 

@@ -10,7 +10,6 @@ from deploy import memory_check
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.low_precision_check import fp8_problem, torchao_problem
 from evaluation.config import JUDGING
-from feedback.config import ScoringConfig
 from feedback.exchange.record_files import RecordError, files_of
 from feedback.scoring.sources.reward_model import RewardModelError
 from feedback.scoring.sources.rules import RuleError, configured, load_rule
@@ -110,7 +109,7 @@ def no_reward(settings: Settings, *, trained_before: bool = False) -> str | None
     ``trained_before``: a reward model will be trained by then.
     """
     train = settings.train
-    if not train.rewards_responses or train.algorithm.teacher is not None or reward_of(settings) is not None:
+    if not train.rewards_responses or train.algorithm.teacher is not None or settings.rollout_reward() is not None:
         return None
     if not any(settings.feedback.scoring.weighed(settings.train.reward_weights).for_rollouts.values()):
         return NO_REWARD
@@ -170,16 +169,3 @@ def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:
         except (HookError, ValueError) as error:  # names its setting itself
             problems.append(str(error))
     return problems
-
-
-def reward_of(settings: Settings) -> str | ScoringConfig | None:
-    """What rewards rollouts: a function by name, or the sources with training's weights; None if there is none.
-
-    A teacher, which training asks in their place, is none: it rewards what training samples, and nothing else.
-    """
-    if settings.train.algorithm.teacher is not None:
-        return None
-    if settings.train.reward:
-        return settings.train.reward
-    scoring = settings.resolved().feedback.scoring.weighed(settings.train.reward_weights)
-    return scoring if any(scoring.for_rollouts.values()) else None

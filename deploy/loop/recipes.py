@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from deploy.config import wording
 from deploy.config.root import RecipeStage, Settings
-from deploy.loop.preflight import reward_of
 from deploy.loop.records import load_all, new_rows
 from evaluation.suites.suite import SuiteError
 from feedback.datasets import count_given
@@ -79,7 +78,7 @@ def choose(settings: Settings) -> Choice:
             return _chosen(settings, "rlhf", f"there is enough for a reward model: {data}")
         least = f"{model.min_items} items of feedback, and {model.min_new_feedback} new feedbacks"
         found.append(f"a reward model needs {least}; there are {new} new ones, and {data}")
-    if reward_of(settings) is not None:
+    if settings.rollout_reward() is not None:
         rules = train.reward is not None or any(rule.weight for rule in scoring.rules.values())
         judged_by = scoring.judge is not None and scoring.judge.weight * train.reward_weights.get("judge", 1.0)
         recipe = "rlvr" if rules else "rlaif" if judged_by else None

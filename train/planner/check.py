@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, TypeVar
 from pydantic import BaseModel
 
 from evaluation.config import EngineConfig as EvaluationEngineConfig
+from feedback.config import ScoringConfig
 from serve.config import EngineConfig, SwapConfig
 from serve.kv_cache import BATCH_SHARE, GPU_BATCH_SHARE, SERVER_SHARE, fit_engine
 from serve.standby_room import CHANGING_MEMORY, room_of, size_text, weight_bytes
@@ -59,13 +60,20 @@ class Finding:
     advice: str = ""
 
 
-def check_training(config: TrainConfig, policy: Path, machine: Machine, *, host: int) -> Finding:
+def check_training(
+    config: TrainConfig,
+    policy: Path,
+    machine: Machine,
+    *,
+    host: int,
+    reward: str | ScoringConfig | None = None,
+) -> Finding:
     """Whether a step of a run from the policy in a folder fits. Imports torch and transformers.
 
     ``machine``: on a CPU, with as many devices as there are ranks in all pools, which share its memory. ``host``: the
-    memory beside GPUs, for what is offloaded, bytes.
+    memory beside GPUs, for what is offloaded, bytes. ``reward``: as of ``models_of``.
     """
-    return planned(lambda: _training(config, policy, machine, host))
+    return planned(lambda: _training(config, policy, machine, host, reward))
 
 
 def check_server(
@@ -108,7 +116,9 @@ def _level(needed: int, room: int, most: float) -> Level:
 # ------------------------------------------------------------------------------------------------------ training
 
 
-def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) -> Finding:
+def _training(
+    config: TrainConfig, policy: Path, machine: Machine, host: int, reward: str | ScoringConfig | None
+) -> Finding:
     from train.own_model.overrides import model_folder
     from train.planner.model_shape import models_of, read_config
 
@@ -118,7 +128,7 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
         return Finding("unplanned", "train.placement.pools has a pool without GPUs, beside others")
     if machine.kind == "cuda":
         machine = replace(machine, host_capacity=host)
-    models = models_of(read_config(policy, config.model), config, machine.kind)
+    models = models_of(read_config(policy, config.model), config, machine.kind, reward)
     work = Workload.of(config, prompt_tokens=1)
     with TemporaryDirectory() as aside:
         folder = model_folder(config.model, policy, Path(aside))
@@ -167,7 +177,7 @@ def _training(config: TrainConfig, policy: Path, machine: Machine, host: int) ->
             fitting = choose(opened, models, machine, work)
     except NothingFits as nothing:
         larger = "a machine with more memory" if machine.kind == "cpu" else "more or larger devices"
-        adapters = "train adapters (train.lora), or " if _adapters_fit(config, policy, machine, work) else ""
+        adapters = "train adapters (train.lora), or " if _adapters_fit(config, policy, machine, work, reward) else ""
         return Finding(level, text, f"{nothing}: {adapters}use {larger}")
     now = found.settings
     settled = {f"train.{name}" for name in decided.values}  # by the run itself, again where the others are changed
@@ -191,14 +201,16 @@ def _as_wide_as_suits(config: TrainConfig, machine: Machine) -> Machine:
     return replace(machine, devices=1)
 
 
-def _adapters_fit(config: TrainConfig, policy: Path, machine: Machine, work: Workload) -> bool:
+def _adapters_fit(
+    config: TrainConfig, policy: Path, machine: Machine, work: Workload, reward: str | ScoringConfig | None
+) -> bool:
     from train.planner.model_shape import models_of, read_config
 
     if config.lora is not None:
         return False
     adapted = config.model_copy(update={"lora": LoraConfig()})
     with suppress(ValueError):
-        models = models_of(read_config(policy, config.model), adapted, machine.kind)
+        models = models_of(read_config(policy, config.model), adapted, machine.kind, reward)
         *_, least = candidates(_opened(adapted, offload=False), models, machine, work)  # of what is open, the least
         return plan(least, models, machine, work).fits
     return False

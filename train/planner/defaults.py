@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from feedback.config import ScoringConfig
 from serve.kv_cache import SERVER_SHARE, full_context, token_bytes
 from serve.policies.folder import PolicyError, safetensors_header
 from train.config.context_length import rollout_cache
@@ -55,12 +56,18 @@ class Decided:
         return f"{self.why}: {shown}"
 
 
-def decide(config: TrainConfig, policy: Path, machine: Machine | None, models: Models | None = None) -> Decided:
+def decide(
+    config: TrainConfig,
+    policy: Path,
+    machine: Machine | None,
+    models: Models | None = None,
+    reward: str | ScoringConfig | None = None,
+) -> Decided:
     """The settings of a run from the policy in a folder, with nothing of ``OPEN`` left but a CPU's KV cache, which
     ``train.config.context_length`` sizes. Imports torch and transformers.
 
     Where the model can't be planned for, a GPU gets what needs least memory. ``machine``: None for GPUs of which the
-    memory is not known. ``models``: of the run, if they are there.
+    memory is not known. ``models``: of the run, if they are there; ``reward``: else, as of ``models_of``.
     """
     from train.planner.model_shape import models_of, read_config
 
@@ -74,7 +81,7 @@ def decide(config: TrainConfig, policy: Path, machine: Machine | None, models: M
     if machine.kind == "cpu" and config.samples:
         started = with_values(config, {_KV_CACHE: rollout_cache(config, policy).size})
     try:
-        models = models or models_of(read_config(policy), config, machine.kind)
+        models = models or models_of(read_config(policy), config, machine.kind, reward)
         context = context_of(config, policy)
         found = by_plan(started, models, machine, context)
         values = values_of(found)

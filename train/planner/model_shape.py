@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from feedback.config import ScoringConfig
 from feedback.trusted_code import UntrustedCode
 from serve.config import AdaptersConfig
 from serve.kv_cache import full_context
@@ -44,6 +45,7 @@ from train.optimizers.muon import orthogonalisation_flops
 from train.own_model import overrides
 from train.own_model.model_class import maker
 from train.planner.plan import TENSOR_PARALLEL, Models, TracedModel
+from train.planner.reward_models import scorers_of
 from train.planner.sizes import Activations, Batch, ModelShape, Operations, PassOperations, Unit
 
 TRACED: Final = "traced"
@@ -77,8 +79,12 @@ def read_config(model: Path, settings: PolicyModelConfig = _AS_IT_IS) -> Pretrai
         raise ModelNotPlanned(f"{model}: transformers can't read {file}: {error}") from error
 
 
-def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Models:
+def models_of(
+    policy: PretrainedConfig, config: TrainConfig, device: str, reward: str | ScoringConfig | None = None
+) -> Models:
     """The models of a run that starts from ``policy``; ``device``: "cuda" or "cpu".
+
+    ``reward``: what rewards what it samples, of which reward models count.
 
     Raises:
         ModelNotPlanned: as ``shape_of``; or no policy is trained; or attention keeps what nothing here counts.
@@ -108,6 +114,7 @@ def models_of(policy: PretrainedConfig, config: TrainConfig, device: str) -> Mod
         if algorithm.needs_critic
         else None,
         has_reference=config.has_reference or algorithm.needs_reference,
+        scorers=scorers_of(reward, device) if config.rewards_responses else (),
     )
 
 

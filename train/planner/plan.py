@@ -18,6 +18,7 @@ from train.planner import memory, step_time
 from train.planner.engine_memory import ADAPTER_COPIES, engine_bytes
 from train.planner.machine import Machine, better_presets
 from train.planner.memory import Memory, Sharding
+from train.planner.reward_models import Scorer
 from train.planner.sizes import GIB, ITEMSIZE, Activations, Batch, ModelShape, PassOperations
 from train.planner.step_time import Cost, Counts, Generation
 
@@ -106,13 +107,14 @@ class TracedModel:
 class Models:
     """The models of a run. ``policy``: as it is stored; ``actor``: with its adapters, if it has any.
 
-    ``has_reference``: whether the run needs the parent's logprobs.
+    ``has_reference``: whether the run needs the parent's logprobs. ``scorers``: reward models.
     """
 
     policy: TracedModel
     actor: TracedModel
     critic: TracedModel | None
     has_reference: bool
+    scorers: tuple[Scorer, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -545,6 +547,7 @@ class _Planner:
         self.batch, self.full = usual.scaled(1 / sharers), full.scaled(1 / sharers)
         self.computed: Counts = usual.share(sharers)
         self.held = {role: self._held(role) for role in self.pools if role != "rollout"}
+        self.rewards_on = on.reward or on.actor  # without a pool they are in the driver, on its first device
         self.passes = list(self._training())
 
     def plan(self) -> Plan:
@@ -556,7 +559,7 @@ class _Planner:
             kv = self._kv_bytes([phase for phase in beside if phase.pool == self.pools["rollout"]])
             if beside:
                 phases = [self._beside_engine(phase, kv) for phase in phases]
-            phases = [*self._sampling(kv), *phases]
+            phases = [*self._sampling(kv), *self._rewarding(), *phases]
             if self._graphs:
                 phases = [self._beside_graphs(phase) for phase in phases]
         share = device_share(self._engine_weights, kv, self.machine.memory)
@@ -566,7 +569,8 @@ class _Planner:
         """That the plan may take, if generation takes so many."""
         sync = [self._sync_cost().seconds] if "rollout" in self.pools and self._is_engine else []
         away = self._parked_bytes() * 2 / self.machine.host
-        return sum([generation, away, *sync, *(each.cost.seconds for each in self.passes)])
+        others = [each.cost.seconds for each in self._rewarding()] if "rollout" in self.pools else []
+        return sum([generation, away, *sync, *others, *(each.cost.seconds for each in self.passes)])
 
     def least_generation(self) -> float:
         """Seconds of generation, whatever room there is for a KV cache; 0 if nothing is sampled."""
@@ -620,7 +624,7 @@ class _Planner:
     def _beside(self, role: str, pool: str) -> Counter[str]:
         """What the pool's other roles hold meanwhile."""
         held = [_named(r, m) for r, m in self.held.items() if self.pools[r] == pool and r != role]
-        return sum(held, Counter[str]())
+        return sum(held, self._rewards_held(pool))
 
     def _model(self, role: str) -> TracedModel:
         """What a rank has of it."""
@@ -774,7 +778,8 @@ class _Planner:
 
     def _engine_phase(self, kv: int) -> Counter[str]:
         engine = Counter(weights=self._engine_weights, kv_cache=kv, buffers=self._engine_buffers)
-        beside = Counter[str]() if self._parks else self._beside("rollout", self.pools["rollout"])
+        pool = self.pools["rollout"]
+        beside = self._rewards_held(pool) if self._parks else self._beside("rollout", pool)
         held = beside + _named("rollout", engine)
         if self._is_engine:
             return held
@@ -801,8 +806,29 @@ class _Planner:
         sync = _named("rollout", Counter(weights=self._engine_weights, buffers=bucket))
         beside = self._beside("rollout", pool)
         if self._parks:  # but for the weights that are read
-            beside = _named("actor", Counter(weights=self.held["actor"]["weights"]))
+            weights = _named("actor", Counter(weights=self.held["actor"]["weights"]))
+            beside = weights + self._rewards_held(pool)
         yield Phase("weight sync", pool, dict(beside + sync), self._sync_cost())
+
+    def _rewards_held(self, pool: str) -> Counter[str]:
+        """What reward models take of a rank's device: in the pool's processes, or in the driver."""
+        if pool != self.rewards_on or not self.config.samples:
+            return Counter()
+        held = sum(each.bytes for each in self.models.scorers)
+        if self.machine.kind == "cpu" and self.config.placement.reward is None:
+            held //= self.config.ranks_of(pool)  # of a memory that all of them share
+        return _named("reward", Counter(models=held))
+
+    def _rewarding(self) -> Iterator[Phase]:
+        """The reward models' pass over what was sampled, in each process of their pool or in the driver alone."""
+        if not self.models.scorers:
+            return
+        pool, own = self.rewards_on, self.config.placement.reward
+        processes = 1 if own is None else self.config.ranks_of(own)
+        work = self.work
+        tokens = work.prompts * work.group_size * (work.prompt_tokens + work.response_tokens) / processes
+        seconds = sum(each.flops(tokens) / self.machine.matrix_flops(each.itemsize) for each in self.models.scorers)
+        yield Phase("rewards", pool, dict(self._beside("rewards", pool)), Cost(seconds))
 
     def _generation_cost(self, concurrent: int) -> Cost:
         """Of a step's sequences, so many of which are decoded at once."""

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from feedback.config import ScoringConfig
 from serve.gpus import gpus
 from serve.kv_cache import machine_memory
 from train.config.training import TrainConfig
@@ -38,14 +39,16 @@ def machine_of_run(config: TrainConfig, devices: int) -> Machine | None:
     return _gpus(ranks, replace(least, gpus=min(n.gpus for n in nodes), host=min(n.host for n in nodes)))
 
 
-def without_room(config: TrainConfig, model: Path, machine: Machine) -> str | None:
+def without_room(config: TrainConfig, model: Path, machine: Machine, reward: str | ScoringConfig | None) -> str | None:
     """Why a run on a cluster does not fit its GPUs, which nobody could tell before; None if it may.
 
-    ``model``: its folder. Raises DoesNotFit where it certainly doesn't, as train.plan says.
+    ``model``: its folder; ``reward``: as of ``models_of``. Raises DoesNotFit where it certainly doesn't, as train.plan
+    says.
     """
     if config.ray_address is None or config.plan == "off" or machine.kind != "cuda":
         return None
-    finding = check_training(config, model, machine, host=int(min(machine.host_capacity, 2.0**62)))
+    host = int(min(machine.host_capacity, 2.0**62))
+    finding = check_training(config, model, machine, host=host, reward=reward)
     if finding.level in ("fits", "unplanned"):
         return None
     text = f"training does not fit into memory: {finding.found}; {finding.advice}"

@@ -12,7 +12,6 @@ from typing import Final
 
 from deploy.config.root import RecipeStage, Settings
 from deploy.loop import recipes
-from deploy.loop.preflight import reward_of
 from deploy.loop.records import CycleRecord, Stage, load_all
 from evaluation.decisions.history import History, Ruling, hypothesis
 from feedback.scoring.sources.judge_cache import JudgeCacheError
@@ -231,6 +230,6 @@ def _scorer(settings: Settings, config: TrainConfig) -> str | None:
     if not config.samples:
         return None
     try:
-        return Reward(rewarded_by(config, reward_of(settings)), config.step_timeout_s).scorer
+        return Reward(rewarded_by(config, settings.rollout_reward()), config.step_timeout_s).scorer
     except RewardError:
         return None

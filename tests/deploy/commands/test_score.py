@@ -12,7 +12,7 @@ from feedback_rows import interaction, put, said, table_of, thumb
 from deploy import cli
 from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
-from deploy.loop.preflight import check, reward_of
+from deploy.loop.preflight import check
 from feedback.config import ScoringConfig
 from feedback.events import session_rows
 from feedback.lake.tables import Lake
@@ -120,16 +120,16 @@ def test_a_bad_rule_is_named_with_its_key_its_value_and_its_source(tmp_path: Pat
 
 
 def test_training_is_rewarded_by_its_own_function_or_else_by_the_rules_that_have_a_weight(settings: Settings) -> None:
-    reward = reward_of(settings)
+    reward = settings.rollout_reward()
     assert isinstance(reward, ScoringConfig)
     assert reward.for_rollouts == {"exact": 1.0}
     own = root.load(settings.snapshot(), [("train.reward", "deploy.examples.demo.task:reward")], {})
-    assert reward_of(own) == "deploy.examples.demo.task:reward"
+    assert own.rollout_reward() == "deploy.examples.demo.task:reward"
     check(own)
     none = root.load(settings.snapshot(), [("feedback.scoring.rules.exact.weight", "0")], {})
-    assert reward_of(none) is None
+    assert none.rollout_reward() is None
     weighed = root.load(settings.snapshot(), [("train.reward_weights", "{exact: 3.0}")], {})
-    assert reward_of(weighed).for_rollouts == {"exact": 3.0}  # type: ignore[union-attr]
+    assert weighed.rollout_reward().for_rollouts == {"exact": 3.0}  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=r"train\.reward_weights\.exakt: .*there are: exact"):
         check(root.load(settings.snapshot(), [("train.reward_weights", "{exakt: 3.0}")], {}))
     broken = root.load(settings.snapshot(), [("feedback.scoring.rules.mine.sql", "no_column")], {})
@@ -142,7 +142,7 @@ def test_training_weighs_every_source_by_itself_and_no_source_that_is_not_there(
     lines = [("feedback.scoring.model.name", "org/model"), *judge, ("feedback.scoring.human.model.name", "m")]
     weights = ("train.reward_weights", "{exact: 0, judge: 2, human: 0.5}")
     mixed = root.load(settings.snapshot(), [*lines, weights], {})
-    reward = reward_of(mixed)
+    reward = mixed.rollout_reward()
     assert isinstance(reward, ScoringConfig)
     assert reward.for_rollouts == {"human": 0.5, "exact": 0.0, "model": 1.0, "judge": 2.0}
     assert mixed.feedback.scoring.for_rollouts == {"human": 1.0, "exact": 1.0, "model": 1.0, "judge": 1.0}
@@ -157,7 +157,7 @@ def test_the_rules_reach_a_training_job_by_its_file(settings: Settings, tmp_path
     from train.data.rewards import Reward
     from train.job import JobContext
 
-    reward = reward_of(settings)
+    reward = settings.rollout_reward()
     context = JobContext(
         run="r", runs=tmp_path, policies=tmp_path, reward_models=tmp_path, lake_uri=str(tmp_path), reward=reward
     )

@@ -23,7 +23,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings, child_environment
 from deploy.loop import recipes, records
 from deploy.loop.cycle import CycleBusy, _Cycle, run_cycle
-from deploy.loop.preflight import check, reward_of
+from deploy.loop.preflight import check
 from deploy.loop.records import CycleRecord
 from deploy.loop.recovery.killed_runs import passed_before, unfinished_training
 from deploy.supervise.children import millrace
@@ -355,7 +355,7 @@ def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings
 
 
 def test_a_killed_training_is_not_gone_on_with_once_the_reward_is_another(settings: Settings) -> None:
-    scorer = Reward(reward_of(settings) or ScoringConfig(), 1800.0).scorer
+    scorer = Reward(settings.rollout_reward() or ScoringConfig(), 1800.0).scorer
     begun(settings, "cycle-000001", settings.training().model_dump(mode="json"), scorer=scorer)
     killed(settings, 1)
     assert unfinished_training(settings, 2, 1, 1)[0] is not None
@@ -456,7 +456,7 @@ def test_what_was_trained_and_not_judged_is_taken_over_where_that_is_safe(
     home_with_policy: Settings, model: Path
 ) -> None:
     settings = home_with_policy
-    scorer = Reward(reward_of(settings) or ScoringConfig(), 1800.0).scorer
+    scorer = Reward(settings.rollout_reward() or ScoringConfig(), 1800.0).scorer
     run = begun(settings, "cycle-000001", settings.training().model_dump(mode="json"), scorer=scorer)
     shutil.rmtree(run / "checkpoints")  # it has published
     store = settings.policy_store()
@@ -670,7 +670,7 @@ def test_of_a_recipe_of_stages_that_was_not_judged_only_the_last_policy_needs_it
     store, stages = settings.policy_store(), []
     for parent, stage in enumerate(settings.cycle.stages, start=1):
         run, own = f"cycle-000001-{stage.label}", settings.of_stage(stage)
-        scorer = Reward(reward_of(own) or ScoringConfig(), 1800.0).scorer
+        scorer = Reward(own.rollout_reward() or ScoringConfig(), 1800.0).scorer
         config = own.training().model_dump(mode="json")
         shutil.rmtree(begun(settings, run, config, parent=parent, scorer=scorer) / "checkpoints")  # it has published
         lineage = {"lake_versions": {"interactions": 1}}

@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 
 from evaluation.config import EngineConfig as EvaluationEngineConfig
+from feedback.config import ScoringConfig
 from serve.config import EngineConfig, SwapConfig
+from tests.train.job_home import job_context
 from tests.train.planner.public_configs import CONFIGS, write
 from train.config.training import TrainConfig
+from train.context import JobContext
 from train.planner.check import DoesNotFit, Finding, check_evaluation, check_server, check_training
 from train.planner.machine import Machine, parse_gpus
+from train.planner.model_shape import models_of, read_config
+from train.planner.plan import Plan, Workload, plan
 from train.planner.sizes import GIB
 
 
@@ -200,7 +205,12 @@ def test_weights_beyond_the_engines_part_of_a_device_are_refused(qwen: Path) -> 
 
 @pytest.mark.parametrize(("plan", "refused"), [("refuse", True), ("warn", False), ("off", False)])
 def test_on_a_cluster_the_run_itself_is_refused_where_it_can_not_fit(
-    plan: str, refused: bool, qwen: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    plan: str,
+    refused: bool,
+    qwen: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from train import job
 
@@ -208,15 +218,50 @@ def test_on_a_cluster_the_run_itself_is_refused_where_it_can_not_fit(
     monkeypatch.setattr(job, "gpus_by_pool", lambda *_: {"all": 1})
     monkeypatch.setattr(job, "machine_of_run", lambda *_: parse_gpus("1x80GB"))
     config = TrainConfig.model_validate({"ray_address": "http://head:8265", "plan": plan})
+    context = JobContext.model_validate(job_context(tmp_path, "run"))
     assert config.placement.actor == "all"
     if refused:
         with pytest.raises(DoesNotFit, match=r"actor update needs 1\d\d.* or start all the same with train.plan=warn"):
-            job.by_plan("run", config, qwen)
+            job.by_plan(context, config, qwen)
     else:
-        job.by_plan("run", config, qwen)
+        job.by_plan(context, config, qwen)
         assert ("run: warning: training does not fit" in capsys.readouterr().out) == (plan == "warn")
     here = TrainConfig.model_validate({"plan": plan})  # which has been asked before it was started
-    job.by_plan("run", here, qwen)
+    job.by_plan(context, here, qwen)
+
+
+def test_a_reward_model_takes_its_part_of_each_device_that_it_scores_on(qwen: Path, tmp_path: Path) -> None:
+    small = policy("gemma-2-2b", tmp_path / "small")
+
+    def found(machine: Machine, pools: dict[str, Any] | None = None, where: str | None = None, **model: Any) -> Plan:
+        placement = {"pools": pools or {"all": {}}, "reward": where}
+        settings = {**PLAIN, "lora": {}, "rollout": {"kv_cache_bytes": GIB}, "placement": placement}
+        config = TrainConfig.model_validate(settings | ({} if pools else {"ranks": machine.devices}))
+        reward = ScoringConfig.model_validate({"model": {"name": str(qwen), **model}})
+        models = models_of(read_config(small), config, machine.kind, reward if model else None)
+        return plan(config, models, machine, Workload.of(config, 64))
+
+    def of_rewards(found: Plan) -> dict[str, float]:
+        return {phase.name: phase.memory.get("reward models", 0) for phase in found.phases}
+
+    gpus, weights = parse_gpus("2x80GB"), 2 * CONFIGS["Qwen2.5-7B"][0]
+    beside = of_rewards(found(gpus, dtype="auto"))
+    pass_bytes = 2 * 16384 * (2 * 18944 + 4 * 3584)
+    assert set(beside.values()) == {weights + pass_bytes}
+    assert {"rewards", "generate", "actor update"} <= beside.keys()
+    assert found(gpus, dtype="auto").seconds > found(gpus).seconds
+    assert not any(of_rewards(found(gpus)).values()), "no reward model"
+    assert not any(of_rewards(found(gpus, device="cpu")).values()), "it is beside the devices"
+    apart = of_rewards(found(gpus, {"all": {"ranks": 1}, "rewards": {"ranks": 1}}, "rewards", dtype="auto"))
+    assert {name for name, held in apart.items() if held} == {"rewards"}
+    shared = of_rewards(found(cpu(256 * GIB, 2), dtype="auto"))
+    assert set(shared.values()) == {(weights + pass_bytes) // 2}, "two ranks share a memory with the driver"
+    # It is what makes a run not fit, and is named.
+    reward = ScoringConfig.model_validate({"human": {"model": {"name": str(qwen), "dtype": "float32"}}})
+    config = TrainConfig.model_validate({"lora": {}})
+    crowded = check_training(config, small, parse_gpus("1x24GB"), host=GIB, reward=reward)
+    assert (crowded.level, "are reward models" in crowded.found) == ("refused", True)
+    assert check_training(config, small, parse_gpus("1x24GB"), host=GIB).level == "fits"
 
 
 def test_an_engine_of_evaluation_that_can_not_fit_is_refused_by_its_settings(qwen: Path) -> None:
