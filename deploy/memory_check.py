@@ -93,10 +93,9 @@ def refused_evaluation(settings: Settings) -> list[str]:
 
     Raises ConfigError if there are no devices to be on.
     """
-    assignment = devices.assigned(settings)
     if settings.evaluation.plan != "refuse" or (folder := policy_folder(settings)) is None:
         return []
-    finding = evaluation(settings, folder, assignment)
+    finding = evaluation(settings, folder, devices.assigned(settings))
     return [_refusal(finding, "evaluation", "evaluation")] if finding.level == "refused" else []
 
 
@@ -205,7 +204,8 @@ def _certainly_fits(settings: Settings, policy: Path, assignment: Assignment | N
         return False  # it may be larger
     try:
         machine = this_machine(sum(config.ranks_of(pool) for pool in config.placement.pools), assignment, "train")
-        rewards = sum(each.bytes for each in scorers_of(settings.rollout_reward(), machine.kind))
+        scorers = scorers_of(settings.rollout_reward(), machine.kind)
+        rewards = sum(each.weights + each.activations for each in scorers)
     except Exception:  # noqa: BLE001  whatever the driver has: what can't be told at a glance is planned
         return False
     cache, longest = config.rollout.kv_cache_bytes or 0, config.longest_response

@@ -295,7 +295,7 @@ class Call:
 
         Requests are dealt out like cards. What any engine can answer, the first is asked alone.
         """
-        if self.name not in _BY_REQUEST:
+        if self.name not in _BY_REQUEST or not self.arguments:
             return [self, *[None] * (engines - 1)], lambda answers: answers[0]
         arguments = self.arguments
         if self.name == "sample":  # which seed a request has goes by its place

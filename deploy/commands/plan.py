@@ -18,6 +18,7 @@ from deploy.commands.common import as_json_option, pass_settings
 from deploy.config.root import Settings
 
 if TYPE_CHECKING:
+    from feedback.config import ScoringConfig
     from train.config.training import TrainConfig
     from train.planner.assignment import Assignment
     from train.planner.machine import Machine
@@ -84,7 +85,7 @@ def plan(
 
     try:
         policy = read_config(model or _serving_folder(settings), config.model)
-        models = models_of(policy, config, machine.kind, settings.rollout_reward())
+        models = models_of(policy, config, machine.kind, _reward(settings))
         if machine_file is None and machine.kind == "cpu":
             from train.own_model.model_class import maker
             from train.planner.cpu_rates import measure_cpu
@@ -115,6 +116,16 @@ def plan(
         for line in _devices(ways):
             click.echo(line)
     return 0
+
+
+def _reward(settings: Settings) -> str | ScoringConfig | None:
+    """What rewards rollouts; None also where the stores that know can't be read, which a plan needs nothing else of."""
+    from serve.policies.folder import PolicyError
+
+    try:
+        return settings.rollout_reward()
+    except (PolicyError, OSError):
+        return None
 
 
 @dataclass(frozen=True)

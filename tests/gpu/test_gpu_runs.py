@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import device_memory
-from tests.gpu.gpu_suite import DEVICE, device_type, gpu_test
+from tests.gpu.gpu_suite import DEVICE, device_type, gpu_test, ranks_here
 from tests.gpu.test_gpu_generation import PROMPTS, a_ray
 
 RUN: dict[str, Any] = {
@@ -144,7 +144,10 @@ def test_a_reward_model_rewards_a_run_wherever_it_is(tmp_path: Path, pool: str |
     make_home(tmp_path)
     model = reward_model(tmp_path / "reward_model", tmp_path / "seed")
     pools = {"all": {"ranks": 1}} | ({"rewards": {"ranks": 1}} if pool == "rewards" else {})
-    reward = {"votes": {"model": {"name": str(model)}}}
+    # Where there is no device it says so.
+    devices = ranks_here(3) if DEVICE == "cuda" else 0
+    device = "cuda" if devices > (pool == "rewards") else "cpu"
+    reward = {"human": {"model": {"name": str(model), "device": device}}}
     for step in learned(tmp_path, {"placement": {"pools": pools, "reward": pool}}, reward=reward):
         assert 0 < step["reward"] < 1
         assert step["unrewarded_responses"] == 0
@@ -152,14 +155,16 @@ def test_a_reward_model_rewards_a_run_wherever_it_is(tmp_path: Path, pool: str |
 
 CLUSTER, SHARED = "MILLRACE_GPU_SUITE_CLUSTER", "MILLRACE_GPU_SUITE_SHARED"
 NODES = """
+import json
 from ray.util import placement_group_table
 from train.observe.hooks import Hook
 
 class Nodes(Hook):
     def on_step(self, step, metrics):
         placed = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
-        nodes = {node for group in placed for node in group["bundles_to_node_id"].values()}
-        (self.run.folder / "nodes").write_text(str(len(nodes)))
+        nodes = [len(set(group["bundles_to_node_id"].values())) for group in placed]
+        gpus = [sum(bundle.get("GPU", 0) for bundle in group["bundles"].values()) for group in placed]
+        (self.run.folder / "nodes").write_text(json.dumps(list(zip(nodes, gpus))))
 """
 
 
@@ -179,7 +184,8 @@ def test_a_run_over_two_machines_learns() -> None:
         (home / "nodes_hook.py").write_text(NODES)
         for step in learned(home, settings):
             assert step["logprob_difference_max"] < 0.6  # as above
-        assert (home / "runs" / "run" / "nodes").read_text() == "2"
+        groups = json.loads((home / "runs" / "run" / "nodes").read_text())
+        assert [2, 2 if DEVICE == "cuda" else 0] in groups, "a rank on each machine, with a GPU each"
 
 
 @gpu_test("all", packages=("ray", "vllm"))

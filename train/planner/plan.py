@@ -548,10 +548,11 @@ class _Planner:
         self.computed: Counts = usual.share(sharers)
         self.held = {role: self._held(role) for role in self.pools if role != "rollout"}
         self.rewards_on = on.reward or on.actor  # without a pool they are in the driver, on its first device
+        self.scorers = models.scorers if self._has_rewards(set(self.pools.values())) else ()
         self.passes = list(self._training())
 
     def plan(self) -> Plan:
-        phases = [self._phase(each) for each in self.passes]
+        phases = [*self._rewarding(), *(self._phase(each) for each in self.passes)]
         kv = 0
         if "rollout" in self.pools:
             stays = self._is_engine and (self.machine.kind == "cpu" or self._own_pool)  # an engine that doesn't sleep
@@ -559,7 +560,7 @@ class _Planner:
             kv = self._kv_bytes([phase for phase in beside if phase.pool == self.pools["rollout"]])
             if beside:
                 phases = [self._beside_engine(phase, kv) for phase in phases]
-            phases = [*self._sampling(kv), *self._rewarding(), *phases]
+            phases = [*self._sampling(kv), *phases]
             if self._graphs:
                 phases = [self._beside_graphs(phase) for phase in phases]
         share = device_share(self._engine_weights, kv, self.machine.memory)
@@ -569,8 +570,8 @@ class _Planner:
         """That the plan may take, if generation takes so many."""
         sync = [self._sync_cost().seconds] if "rollout" in self.pools and self._is_engine else []
         away = self._parked_bytes() * 2 / self.machine.host
-        others = [each.cost.seconds for each in self._rewarding()] if "rollout" in self.pools else []
-        return sum([generation, away, *sync, *others, *(each.cost.seconds for each in self.passes)])
+        passes = (*self._rewarding(), *self.passes)
+        return sum([generation, away, *sync, *(each.cost.seconds for each in passes)])
 
     def least_generation(self) -> float:
         """Seconds of generation, whatever room there is for a KV cache; 0 if nothing is sampled."""
@@ -810,25 +811,39 @@ class _Planner:
             beside = weights + self._rewards_held(pool)
         yield Phase("weight sync", pool, dict(beside + sync), self._sync_cost())
 
+    def _has_rewards(self, others: set[str]) -> bool:
+        """Whether reward models are on the devices that are planned for: not in a driver that is on a cluster's head,
+        nor in a pool of their own for which no device is left. ``others``: the pools of the other roles."""
+        on, machine = self.config.placement, self.machine
+        if on.reward is None:
+            return machine.kind == "cpu" or self.config.ray_address is None
+        own = on.reward not in others and machine.kind != "cpu" and not on.pools[on.reward].gpus
+        return not own or machine.devices > sum(map(self.config.ranks_of, others))
+
     def _rewards_held(self, pool: str) -> Counter[str]:
-        """What reward models take of a rank's device: in the pool's processes, or in the driver."""
-        if pool != self.rewards_on or not self.config.samples:
+        """What reward models take of a rank's device from one step to the next, in the pool's processes or the driver,
+        which keeps what a pass took."""
+        if pool != self.rewards_on:
             return Counter()
-        held = sum(each.bytes for each in self.models.scorers)
-        if self.machine.kind == "cpu" and self.config.placement.reward is None:
-            held //= self.config.ranks_of(pool)  # of a memory that all of them share
+        held = sum(each.weights for each in self.scorers)
+        if self.config.placement.reward is None:
+            held += max((each.activations for each in self.scorers), default=0)
+            if self.machine.kind == "cpu":
+                held //= self.config.ranks_of(pool)  # of a memory that all of them share
         return _named("reward", Counter(models=held))
 
     def _rewarding(self) -> Iterator[Phase]:
         """The reward models' pass over what was sampled, in each process of their pool or in the driver alone."""
-        if not self.models.scorers:
+        if not self.scorers:
             return
         pool, own = self.rewards_on, self.config.placement.reward
         processes = 1 if own is None else self.config.ranks_of(own)
+        passing = 0 if own is None else max(each.activations for each in self.scorers)
         work = self.work
         tokens = work.prompts * work.group_size * (work.prompt_tokens + work.response_tokens) / processes
-        seconds = sum(each.flops(tokens) / self.machine.matrix_flops(each.itemsize) for each in self.models.scorers)
-        yield Phase("rewards", pool, dict(self._beside("rewards", pool)), Cost(seconds))
+        seconds = sum(each.flops(tokens) / self.machine.matrix_flops(each.itemsize) for each in self.scorers)
+        held = self._beside("rewards", pool) + _named("reward", Counter(activations=passing))
+        yield Phase("rewards", pool, dict(held), Cost(seconds))
 
     def _generation_cost(self, concurrent: int) -> Cost:
         """Of a step's sequences, so many of which are decoded at once."""

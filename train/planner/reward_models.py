@@ -7,14 +7,19 @@ estimated of them.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from feedback.config import ClassifierConfig, ScoringConfig
-from serve.policies.folder import compute_dtype
+from serve.policies.folder import PolicyError, compute_dtype
 from serve.standby_room import weight_bytes
 from train.planner.sizes import ITEMSIZE
+
+_HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
+_INNER: Final = ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "hidden_dim")
+"""What configs call the width of a hidden state, and of an MLP."""
 
 _WIDE: Final = 4  # hidden states beside an MLP's two products: residual, norm, attention's input and output
 
@@ -30,9 +35,9 @@ class Scorer:
     batch_tokens: int
 
     @property
-    def bytes(self) -> int:
-        """Of the device that it scores on, for as long as the run lasts."""
-        return self.weights + self.batch_tokens * self.token_bytes
+    def activations(self) -> int:
+        """Bytes of a pass, at most."""
+        return self.batch_tokens * self.token_bytes
 
     def flops(self, tokens: float) -> float:
         """Of so many tokens; embeddings are counted as if they were multiplied by."""
@@ -42,21 +47,25 @@ class Scorer:
 def scorers_of(reward: str | ScoringConfig | None, device: str) -> tuple[Scorer, ...]:
     """The reward models of what rewards a run that are on its devices (``device``: "cuda" or "cpu").
 
-    One that has no folder here, as it is a name on the hub or will be trained first, is left out. Raises ValueError and
-    PolicyError if its files can't be read.
+    One that can't be looked at is left out, as it is a name on the hub, or will be trained first, or is broken, which
+    the run says itself.
     """
     if not isinstance(reward, ScoringConfig):
         return ()
-    there = [model for model in (reward.human.model, reward.model) if model is not None and Path(model.name).is_dir()]
-    return tuple(_scorer(model) for model in there if device == "cpu" or model.device != "cpu")
+    sources = ((reward.human.weight, reward.human.model), (reward.model and reward.model.weight, reward.model))
+    models = [model for weight, model in sources if weight and model is not None]
+    found = [_scorer(model) for model in models if device == "cpu" or model.device != "cpu"]
+    return tuple(scorer for scorer in found if scorer is not None)
 
 
-def _scorer(model: ClassifierConfig) -> Scorer:
+def _scorer(model: ClassifierConfig) -> Scorer | None:
     folder = Path(model.name)
-    config = json.loads((folder / "config.json").read_text())
-    text = config.get("text_config", config)
-    hidden = text.get("hidden_size") or text.get("n_embd") or text["d_model"]
-    inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
-    itemsize = ITEMSIZE[compute_dtype(folder, model.dtype)]
-    weights, _ = weight_bytes(folder, model.dtype)
-    return Scorer(weights, itemsize, itemsize * (2 * inner + _WIDE * hidden), model.batch_tokens)
+    with suppress(OSError, ValueError, PolicyError):
+        itemsize = ITEMSIZE[compute_dtype(folder, model.dtype)]
+        weights, _ = weight_bytes(folder, model.dtype)
+        config = json.loads((folder / "config.json").read_text())
+        text = config.get("text_config", config)
+        hidden = next((text[name] for name in _HIDDEN if text.get(name)), 0)
+        inner = next((text[name] for name in _INNER if text.get(name)), 4 * hidden)
+        return Scorer(weights, itemsize, itemsize * (2 * inner + _WIDE * hidden), model.batch_tokens)
+    return None

@@ -252,10 +252,18 @@ def test_a_reward_model_takes_its_part_of_each_device_that_it_scores_on(qwen: Pa
     assert found(gpus, dtype="auto").seconds > found(gpus).seconds
     assert not any(of_rewards(found(gpus)).values()), "no reward model"
     assert not any(of_rewards(found(gpus, device="cpu")).values()), "it is beside the devices"
-    apart = of_rewards(found(gpus, {"all": {"ranks": 1}, "rewards": {"ranks": 1}}, "rewards", dtype="auto"))
-    assert {name for name, held in apart.items() if held} == {"rewards"}
+    own = {"all": {"ranks": 1}, "rewards": {"ranks": 1}}
+    apart = of_rewards(found(gpus, own, "rewards", dtype="auto"))
+    assert {name: held for name, held in apart.items() if held} == {"rewards": weights}
+    none_left = of_rewards(found(parse_gpus("1x80GB"), own, "rewards", dtype="auto"))
+    assert not any(none_left.values()), "it computes on a CPU"
+    with_actor = of_rewards(found(gpus, None, "all", dtype="auto"))
+    assert set(with_actor.values()) == {weights}, "what a pass takes is there for an update, too"
     shared = of_rewards(found(cpu(256 * GIB, 2), dtype="auto"))
     assert set(shared.values()) == {(weights + pass_bytes) // 2}, "two ranks share a memory with the driver"
+    for unread in ({"name": "org/on-the-hub"}, {"name": str(tmp_path)}, {"name": str(qwen), "weight": 0}):
+        reward = ScoringConfig.model_validate({"model": unread})
+        assert not models_of(read_config(small), TrainConfig(), "cuda", reward).scorers, unread
     # It is what makes a run not fit, and is named.
     reward = ScoringConfig.model_validate({"human": {"model": {"name": str(qwen), "dtype": "float32"}}})
     config = TrainConfig.model_validate({"lora": {}})
