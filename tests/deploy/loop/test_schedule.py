@@ -16,8 +16,10 @@ import pytest
 from deploy.config import root
 from deploy.config.root import ConfigError, ScheduleConfig, Settings, child_environment
 from deploy.loop import records, schedule
+from deploy.supervise import resident
 from deploy.supervise.children import millrace
 from tests.deploy.conftest import scoring_waits
+from tests.feedback.feedback_rows import interaction, put
 from tests.paths import ROOT
 
 
@@ -92,6 +94,56 @@ def test_it_ends_after_max_cycles_and_each_line_of_its_log_is_json_if_a_setting_
     cycles = [line["message"] for line in lines if line["logger"] == "millrace.cycle"]  # its children
     assert [message.partition(": no policy serves")[0] for message in cycles] == ["cycle 1: failed", "cycle 2: failed"]
     assert len(own) + len(cycles) == len(lines)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_cycles_of_a_schedule_train_and_are_judged_in_workers_that_stay_and_end_with_it(
+    home_with_policy: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    options = {
+        "schedule.interval_seconds": "0.5",
+        "schedule.first_after_seconds": "0",
+        "schedule.max_cycles": "2",
+        "cycle.recipe": "rlvr",
+        "cycle.min_new_rewards": "0",
+        "feedback.scoring.rules.short.sql": "1 / (1 + len(response_token_ids))",
+        "train.dtype": "float32",
+        "train.ranks": "2",
+        "train.steps": "2",
+        "train.data.prompts_per_step": "4",
+        "train.data.min_prompts": "4",
+        "train.rollout.max_tokens": "4",
+        "evaluation.max_tokens": "4",
+        "evaluation.gate.max_items": "30",
+    }
+    for engine in ("train.rollout", "evaluation.engine"):
+        options |= {f"{engine}.max_model_len": "64", f"{engine}.kv_cache_bytes": "16000000"}
+    settings, log = changed(home_with_policy, *options.items()), tmp_path / "schedule.log"
+    lake = settings.lake()
+    lake.create()
+    prompts = [{"prompt": f"{i}+2=", "prompt_token_ids": [28 + i, 39, 30, 40]} for i in range(10)]
+    rows = [interaction(f"r{i}", response="3", response_token_ids=[31, 1], **of) for i, of in enumerate(prompts)]
+    put(lake, "interactions", rows)
+    process, starts = start(settings, log), set()
+
+    def note() -> bool:
+        if (found := resident.residents(settings)) is not None:
+            starts.add(found["since"])
+        return len([record for record in records.load_all(settings) if record.candidate]) == 2
+
+    _until(note, process, log)
+    assert process.wait(180) == 0, log.read_text()
+    assert nothing_left() == []
+    assert resident.residents(settings) is None
+    assert not settings.path(resident.SHARED).exists()
+    assert len(starts) == 1, "both cycles had the same workers"
+    for record in records.load_all(settings):
+        assert record.status in ("promoted", "refused", "undecided"), record.reason
+        (file,) = settings.path("evaluations").glob(f"{record.candidate}-vs-*.json")
+        engines = json.loads(file.read_text())["engines"]
+        assert engines == {"candidate": "resident", "incumbent": "resident"}
+    assert "anew" not in (settings.path(settings.up.logs) / "resident.log").read_text()
 
 
 def test_a_crontab_line_that_is_none_is_refused() -> None:
