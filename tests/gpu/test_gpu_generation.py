@@ -172,7 +172,7 @@ def test_a_mixtures_experts_arrive_in_slices_from_two_ranks(tmp_path: Path, engi
     require_mixture(2, engine, tmp_path)
 
 
-@gpu_test("part", "the numbers of fp8 are emulated, and nothing sleeps", packages=VLLM, capability=(8, 9))
+@gpu_test("no", "vLLM's build for CPUs has no fp8 for experts", packages=VLLM, capability=(8, 9))
 @pytest.mark.parametrize("training", [None, "rowwise"])
 def test_an_engine_in_fp8_takes_the_new_experts_of_a_mixture(tmp_path: Path, training: str | None) -> None:
     from tests.train.weight_sync.test_mixture_sync import make_mixture

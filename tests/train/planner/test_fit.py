@@ -231,6 +231,7 @@ def test_on_a_cluster_the_run_itself_is_refused_where_it_can_not_fit(
 
 
 def test_a_reward_model_takes_its_part_of_each_device_that_it_scores_on(qwen: Path, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
     small = policy("gemma-2-2b", tmp_path / "small")
 
     def found(machine: Machine, pools: dict[str, Any] | None = None, where: str | None = None, **model: Any) -> Plan:
