@@ -178,7 +178,7 @@ def test_an_engine_in_fp8_takes_the_new_experts_of_a_mixture(tmp_path: Path, tra
     from tests.train.weight_sync.test_mixture_sync import make_mixture
 
     policy = make_mixture(tmp_path / "policy", width=256, positions=128)
-    fp8 = {"training": training, "rollout": "fp8_per_channel", "emulate": DEVICE == "cpu"}
+    fp8 = {"training": training, "rollout": "fp8_per_channel"}
     require_turns(in_torchrun(1, "tests.gpu.colocated_ranks", policy, 1, json.dumps({"fp8": fp8})), wider=15)
 
 
