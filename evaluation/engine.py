@@ -236,7 +236,7 @@ class OfflineEngine:
 
         ``seed``: of the first, the next one's is one more, where its parameters have none.
         """
-        params = [sampling_params(**({"seed": seed + i} | of), logprobs=None) for i, of in enumerate(sampling)]
+        params = [sampling_params(**{"seed": seed + i, **of}, logprobs=None) for i, of in enumerate(sampling)]
         return [output.outputs[0].text or "" for output in self._generate(prompts, params)]
 
     def answer(self, prompts: Sequence[TokenIds], sampling: Sequence[Mapping[str, Any]]) -> list[Response]:
@@ -300,7 +300,7 @@ class Call:
         arguments = self.arguments
         if self.name == "sample":  # which seed a request has goes by its place
             prompts, sampling = arguments
-            arguments = prompts, [{"seed": self.keywords["seed"] + i} | of for i, of in enumerate(sampling)]
+            arguments = prompts, [{"seed": self.keywords["seed"] + i, **of} for i, of in enumerate(sampling)]
         hands = [tuple(_hand(argument, i, engines) for argument in arguments) for i in range(engines)]
         return [replace(self, arguments=hand) for hand in hands], _together
 

@@ -570,8 +570,8 @@ class _Planner:
         """That the plan may take, if generation takes so many."""
         sync = [self._sync_cost().seconds] if "rollout" in self.pools and self._is_engine else []
         away = self._parked_bytes() * 2 / self.machine.host
-        passes = (*self._rewarding(), *self.passes)
-        return sum([generation, away, *sync, *(each.cost.seconds for each in passes)])
+        costs = [each.cost for each in self._rewarding()] + [each.cost for each in self.passes]
+        return sum([generation, away, *sync, *(cost.seconds for cost in costs)])
 
     def least_generation(self) -> float:
         """Seconds of generation, whatever room there is for a KV cache; 0 if nothing is sampled."""
