@@ -115,6 +115,7 @@ def test_the_cycles_of_a_schedule_train_and_are_judged_in_workers_that_stay_and_
         "train.data.min_prompts": "4",
         "train.rollout.max_tokens": "4",
         "evaluation.max_tokens": "4",
+        "evaluation.gate.min_items": "20",
         "evaluation.gate.max_items": "30",
     }
     for engine in ("train.rollout", "evaluation.engine"):
@@ -122,17 +123,24 @@ def test_the_cycles_of_a_schedule_train_and_are_judged_in_workers_that_stay_and_
     settings, log = changed(home_with_policy, *options.items()), tmp_path / "schedule.log"
     lake = settings.lake()
     lake.create()
-    prompts = [{"prompt": f"{i}+2=", "prompt_token_ids": [28 + i, 39, 30, 40]} for i in range(10)]
-    rows = [interaction(f"r{i}", response="3", response_token_ids=[31, 1], **of) for i, of in enumerate(prompts)]
-    put(lake, "interactions", rows)
+
+    def ask(addend: int) -> None:
+        """Log a response to each of ten prompts."""
+        prompts = [{"prompt": f"{i}+{addend}=", "prompt_token_ids": [28 + i, 39, 28 + addend, 40]} for i in range(10)]
+        said = {"response": "3", "response_token_ids": [31, 1]}
+        put(lake, "interactions", [interaction(f"{i}+{addend}", **of, **said) for i, of in enumerate(prompts)])
+
+    ask(2)
     process, starts = start(settings, log), set()
 
-    def note() -> bool:
+    def ended(cycles: int) -> bool:
         if (found := resident.residents(settings)) is not None:
             starts.add(found["since"])
-        return len([record for record in records.load_all(settings) if record.candidate]) == 2
+        return len([record for record in records.load_all(settings) if record.candidate]) == cycles
 
-    _until(note, process, log)
+    _until(lambda: ended(1), process, log)
+    ask(3)  # without more the second cycle would train the first one's policy again
+    _until(lambda: ended(2), process, log)
     assert process.wait(180) == 0, log.read_text()
     assert nothing_left() == []
     assert resident.residents(settings) is None
