@@ -205,7 +205,7 @@ def _certainly_fits(settings: Settings, policy: Path, assignment: Assignment | N
     try:
         machine = this_machine(sum(config.ranks_of(pool) for pool in config.placement.pools), assignment, "train")
         scorers = scorers_of(settings.rollout_reward(), machine.kind)
-        rewards = sum(each.weights + each.activations for each in scorers)
+        rewards = sum(each.weights + each.batch_tokens * each.token_bytes for each in scorers)
     except Exception:  # noqa: BLE001  whatever the driver has: what can't be told at a glance is planned
         return False
     cache, longest = config.rollout.kv_cache_bytes or 0, config.longest_response

@@ -277,15 +277,18 @@ def train(
 
 def by_plan(context: JobContext, config: TrainConfig, model: Path) -> TrainConfig:
     """What a new run of this model's folder does about memory where its settings leave that open, and say so."""
-    gpus = 0
+    gpus, on, reward = 0, config.placement, context.reward
     if config.launcher == "ray":
         with suppress(WorkerError):  # raised again when the pools are started
-            gpus = gpus_by_pool(config, gpus_of_cluster())[config.placement.actor]
+            by_pool = gpus_by_pool(config, gpus_of_cluster())
+            gpus = by_pool[on.actor]
+            if gpus and on.reward is not None and not by_pool[on.reward]:
+                reward = None  # it computes beside the devices
     machine = machine_of_run(config, gpus)
-    found = decide(config, model, machine, reward=context.reward)
+    found = decide(config, model, machine, reward=reward)
     if found.saves:
         say(f"{context.run}: {found.line}")
-    if machine is not None and (warning := without_room(config, model, machine, context.reward)):
+    if machine is not None and (warning := without_room(config, model, machine, reward)):
         say(f"{context.run}: warning: {warning}")
     return found.config
 

@@ -168,6 +168,8 @@ def _training(
             level, text = "tight", f"{text}, if responses have train.rollout.max_tokens={work.response_tokens} tokens"
     if level == "fits":
         return Finding(level, text)
+    if worst.apart:
+        return Finding(level, text, "score by a smaller reward model, or one in a type of fewer bits")
     if level == "tight":  # the search takes seconds, and this may well run
         return Finding(level, text, "`millrace plan` names settings that need less")
     opened, machine = _opened(config), _as_wide_as_suits(config, machine)

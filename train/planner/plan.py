@@ -119,12 +119,16 @@ class Models:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step on the ranks of a pool. ``memory``: bytes of a rank, by role and use; ``cost``: of it."""
+    """A part of a step on the ranks of a pool. ``memory``: bytes of a rank, by role and use; ``cost``: of it.
+
+    ``apart``: on a pool that nothing of the policy is on, so that no setting that is chosen changes its memory.
+    """
 
     name: str
     pool: str
     memory: dict[str, int]
     cost: Cost
+    apart: bool = False
 
     @property
     def bytes(self) -> int:
@@ -173,7 +177,8 @@ class Plan:
 
     @property
     def peak(self) -> Phase:
-        return max(self.phases, key=lambda phase: phase.bytes)
+        """Of the phases that settings can change, the one with most."""
+        return max((phase for phase in self.phases if not phase.apart), key=lambda phase: phase.bytes)
 
     @property
     def fits(self) -> bool:
@@ -547,7 +552,8 @@ class _Planner:
         self.batch, self.full = usual.scaled(1 / sharers), full.scaled(1 / sharers)
         self.computed: Counts = usual.share(sharers)
         self.held = {role: self._held(role) for role in self.pools if role != "rollout"}
-        self.rewards_on = on.reward or on.actor  # without a pool they are in the driver, on its first device
+        # Without a pool they are in the driver, on its first device, which the first pool has.
+        self.rewards_on = on.reward or next((pool for pool in on.pools if pool in self.pools.values()), on.actor)
         self.scorers = models.scorers if self._has_rewards(set(self.pools.values())) else ()
         self.passes = list(self._training())
 
@@ -783,7 +789,7 @@ class _Planner:
         beside = self._rewards_held(pool) if self._parks else self._beside("rollout", pool)
         held = beside + _named("rollout", engine)
         if self._is_engine:
-            return held
+            return held + self._passing(pool)  # it is awake until rewards are there
         shape, how = self._model("actor").shape, self._how("actor")
         whole = shape.root.parameters + shape.largest_layer.parameters * (1 + how.gathers)
         return held + _named("actor", Counter(unsharded=self.itemsize * whole))
@@ -815,10 +821,11 @@ class _Planner:
         """Whether reward models are on the devices that are planned for: not in a driver that is on a cluster's head,
         nor in a pool of their own for which no device is left. ``others``: the pools of the other roles."""
         on, machine = self.config.placement, self.machine
-        if on.reward is None:
+        if machine.kind == "cpu" or on.reward is None:
             return machine.kind == "cpu" or self.config.ray_address is None
-        own = on.reward not in others and machine.kind != "cpu" and not on.pools[on.reward].gpus
-        return not own or machine.devices > sum(map(self.config.ranks_of, others))
+        if on.reward in others or (gpus := on.pools[on.reward].gpus):
+            return True
+        return gpus is None and machine.devices >= sum(map(self.config.ranks_of, {*others, on.reward}))
 
     def _rewards_held(self, pool: str) -> Counter[str]:
         """What reward models take of a rank's device from one step to the next, in the pool's processes or the driver,
@@ -827,23 +834,38 @@ class _Planner:
             return Counter()
         held = sum(each.weights for each in self.scorers)
         if self.config.placement.reward is None:
-            held += max((each.activations for each in self.scorers), default=0)
+            held += self._scoring
             if self.machine.kind == "cpu":
                 held //= self.config.ranks_of(pool)  # of a memory that all of them share
         return _named("reward", Counter(models=held))
+
+    @property
+    def _scoring(self) -> int:
+        """Bytes that a reward model's pass takes, at most."""
+        passes = [min(each.batch_tokens, self._scored_tokens) * each.token_bytes for each in self.scorers]
+        return int(max(passes, default=0))
+
+    @property
+    def _scored_tokens(self) -> float:
+        """Of a step, in each process that scores."""
+        work, own = self.work, self.config.placement.reward
+        tokens = work.prompts * work.group_size * (work.prompt_tokens + work.response_tokens)
+        return tokens / (1 if own is None else self.config.ranks_of(own))
 
     def _rewarding(self) -> Iterator[Phase]:
         """The reward models' pass over what was sampled, in each process of their pool or in the driver alone."""
         if not self.scorers:
             return
-        pool, own = self.rewards_on, self.config.placement.reward
-        processes = 1 if own is None else self.config.ranks_of(own)
-        passing = 0 if own is None else max(each.activations for each in self.scorers)
-        work = self.work
-        tokens = work.prompts * work.group_size * (work.prompt_tokens + work.response_tokens) / processes
-        seconds = sum(each.flops(tokens) / self.machine.matrix_flops(each.itemsize) for each in self.scorers)
-        held = self._beside("rewards", pool) + _named("reward", Counter(activations=passing))
-        yield Phase("rewards", pool, dict(held), Cost(seconds))
+        pool, rates = self.rewards_on, [self.machine.matrix_flops(each.itemsize) for each in self.scorers]
+        flops = [each.flops(self._scored_tokens) for each in self.scorers]
+        seconds = sum(of / rate for of, rate in zip(flops, rates, strict=True))
+        held = self._beside("rewards", pool) + self._passing(pool)
+        yield Phase("rewards", pool, dict(held), Cost(seconds), apart=pool not in self.pools.values())
+
+    def _passing(self, pool: str) -> Counter[str]:
+        """What a reward model's pass takes in a pool's processes, while it lasts."""
+        in_them = pool == self.config.placement.reward
+        return _named("reward", Counter(activations=self._scoring if in_them else 0))
 
     def _generation_cost(self, concurrent: int) -> Cost:
         """Of a step's sequences, so many of which are decoded at once."""

@@ -17,6 +17,9 @@ from serve.policies.folder import PolicyError, compute_dtype
 from serve.standby_room import weight_bytes
 from train.planner.sizes import ITEMSIZE
 
+_FIRST: Final = ("auto", "cuda", "cuda:0")
+"""Devices that are the first that a process sees."""
+
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim")
 _INNER: Final = ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim", "hidden_dim")
 """What configs call the width of a hidden state, and of an MLP."""
@@ -34,11 +37,6 @@ class Scorer:
     token_bytes: int
     batch_tokens: int
 
-    @property
-    def activations(self) -> int:
-        """Bytes of a pass, at most."""
-        return self.batch_tokens * self.token_bytes
-
     def flops(self, tokens: float) -> float:
         """Of so many tokens; embeddings are counted as if they were multiplied by."""
         return 2.0 * self.weights / self.itemsize * tokens
@@ -47,20 +45,20 @@ class Scorer:
 def scorers_of(reward: str | ScoringConfig | None, device: str) -> tuple[Scorer, ...]:
     """The reward models of what rewards a run that are on its devices (``device``: "cuda" or "cpu").
 
-    One that can't be looked at is left out, as it is a name on the hub, or will be trained first, or is broken, which
-    the run says itself.
+    One on another device is left out, and one that can't be looked at, as it is a name on the hub, or will be trained
+    first, or is broken, which the run says itself.
     """
     if not isinstance(reward, ScoringConfig):
         return ()
     sources = ((reward.human.weight, reward.human.model), (reward.model and reward.model.weight, reward.model))
     models = [model for weight, model in sources if weight and model is not None]
-    found = [_scorer(model) for model in models if device == "cpu" or model.device != "cpu"]
+    found = [_scorer(model) for model in models if device == "cpu" or model.device in _FIRST]
     return tuple(scorer for scorer in found if scorer is not None)
 
 
 def _scorer(model: ClassifierConfig) -> Scorer | None:
     folder = Path(model.name)
-    with suppress(OSError, ValueError, PolicyError):
+    with suppress(OSError, ValueError, TypeError, AttributeError, KeyError, PolicyError):
         itemsize = ITEMSIZE[compute_dtype(folder, model.dtype)]
         weights, _ = weight_bytes(folder, model.dtype)
         config = json.loads((folder / "config.json").read_text())

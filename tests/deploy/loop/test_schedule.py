@@ -209,7 +209,7 @@ def stop(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + 400
     while not condition():
         assert time.monotonic() < deadline, log.read_text()
         assert process.poll() is None, log.read_text()

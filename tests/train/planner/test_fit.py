@@ -260,9 +260,18 @@ def test_a_reward_model_takes_its_part_of_each_device_that_it_scores_on(qwen: Pa
     assert not any(none_left.values()), "it computes on a CPU"
     with_actor = of_rewards(found(gpus, None, "all", dtype="auto"))
     assert set(with_actor.values()) == {weights}, "what a pass takes is there for an update, too"
+    few = found(gpus, own, "rewards", dtype="auto", batch_tokens=2**30)
+    (rewards,) = (phase for phase in few.phases if phase.name == "rewards")
+    assert rewards.memory["reward activations"] < 100 * GIB, "no more than a step has"
+    assert few.peak is not rewards, "no setting that is chosen changes it"
+    two_ranks = {"all": {"ranks": 1}, "rewards": {"ranks": 2}}
+    assert not any(of_rewards(found(gpus, two_ranks, "rewards", dtype="auto")).values()), (
+        "not all of its ranks have one"
+    )
     shared = of_rewards(found(cpu(256 * GIB, 2), dtype="auto"))
     assert set(shared.values()) == {(weights + pass_bytes) // 2}, "two ranks share a memory with the driver"
-    for unread in ({"name": "org/on-the-hub"}, {"name": str(tmp_path)}, {"name": str(qwen), "weight": 0}):
+    of = {"name": str(qwen)}
+    for unread in ({"name": "org/on-the-hub"}, {"name": str(tmp_path)}, of | {"weight": 0}, of | {"device": "cuda:1"}):
         reward = ScoringConfig.model_validate({"model": unread})
         assert not models_of(read_config(small), TrainConfig(), "cuda", reward).scorers, unread
     # It is what makes a run not fit, and is named.
