@@ -5,7 +5,8 @@ thresholds, a page, the soak).
 
 For several of them: ``server`` (runs ``millrace``), ``vllm_peer`` (vLLM's own server, configured as ours),
 ``tiny_model`` (a random model that starts in seconds), ``event_lines`` (lines of a stream), ``closed_loop`` (HTTP
-clients that cost next to nothing, for benchmarks), ``turns`` (training jobs that take turns),
+clients that cost next to nothing, for benchmarks), ``turns`` (training jobs that take turns), ``memory`` (what
+processes that stay grow by),
 ``paired`` (ratios of alternating turns, with intervals).
 
 What must hold: ``crash`` (kills servers and commands, counts what was lost), ``chaos_train`` (kills and stops

@@ -15,7 +15,8 @@ a step drew is not on record. Thumbs that no promoted policy has learned from ar
 work alone, as cycles and the server record it: sampling, updates (of the policy and the reward model), the answers of
 the evaluation, and copying (weights to the rollout engine, publishing up to the manifest, the swap's exchange).
 ``work_by_part_s`` are the parts that count, ``not_counted_s`` those that don't: medians over the cycles.
-``ready_over_vllm`` is ``make bench-start``'s ratio.
+``ready_over_vllm`` is ``make bench-start``'s ratio. ``memory`` is what the processes that stay grow by per cycle (those
+that ended, refused or promoted): with more than ten cycles, and the lake and all else growing as they do.
 
 ``intervals`` are at 95 %: Student's t on the ratios' logarithms, for thumbs a bootstrap over the policies that learned
 from them. A bar is met or missed if all of the interval says so,
@@ -45,14 +46,16 @@ from typing import Any, Final
 
 import httpx
 import numpy as np
+import psutil
 
-from loadtests import bench_start
+from loadtests import bench_start, memory
 from loadtests.letters import LETTERS, mean_place
 from loadtests.paired import CONFIDENCE, Ratio, mean
 from loadtests.server import MILLRACE, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
-LONGEST_S: Final = 1500.0
+LONGEST_S: Final = 300.0
+LONGEST_CYCLE_S: Final = 120.0
 POLL_S, SOON_S = 20.0, 3.0
 LAUNCH_S: Final = 5.0
 USERS, PACE_S, TOKENS = 4, 0.3, 24
@@ -385,8 +388,9 @@ class Loop:
     def __init__(self, folder: Path) -> None:
         self.folder, self.cycles = folder, dict[int, dict[str, Any]]()
 
-    def look(self) -> None:
-        """Raises SystemExit if a cycle failed."""
+    def look(self) -> bool:
+        """Whether one more has trained something and ended. Raises SystemExit if a cycle failed."""
+        before = len(self.ended)
         for cycle in json.loads(run_anyway("status", "--json", folder=self.folder))["cycles"]:
             if cycle["status"] == "failed":
                 raise SystemExit(f"cycle {cycle['number']} failed: {cycle['reason']}")
@@ -396,6 +400,12 @@ class Loop:
                     stages = ", ".join(f"{one['name']} {one['seconds'] or 0:.1f}" for one in cycle["stages"])
                     why = f": {cycle['reason']}" if cycle["reason"] else ""
                     print(f"cycle {cycle['number']} {cycle['status']} ({stages} s){why}", flush=True)
+        return len(self.ended) > before
+
+    @property
+    def ended(self) -> list[str]:
+        """How those that trained something ended."""
+        return [cycle["status"] for cycle in self.cycles.values() if cycle["status"] != "skipped"]
 
     @property
     def promoted(self) -> list[dict[str, Any]]:
@@ -409,13 +419,17 @@ def run_anyway(*arguments: str, folder: Path) -> str:
 
 
 def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict[str, Any]:
-    """Turn the loop in the folder until so many cycles have promoted, or LONGEST_S are over; the figures."""
+    """Turn the loop in the folder until so many cycles have promoted; the figures.
+
+    It stops before, after LONGEST_S and LONGEST_CYCLE_S for each of them.
+    """
     make_model_folder(folder / "model", 0, eos=False, letters=LETTERS)
     order = random.Random(-1)
     lines = (json.dumps({"id": str(i), "prompt": prompt(order)}) + "\n" for i in range(ITEMS))
     (folder / "home").mkdir()
     (folder / "home" / "suite.jsonl").write_text("".join(lines))
     port, loop, swaps = free_port(), Loop(folder), dict[int, dict[str, Any]]()
+    samples, longest = list[memory.Sample](), LONGEST_S + LONGEST_CYCLE_S * cycles
     settings = OPTIONS | {"serve.port": str(port)} | options
     flags = list(itertools.chain(*((f"--{name}", value) for name, value in settings.items())))
     began = time.monotonic()
@@ -426,8 +440,8 @@ def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict
             while len(loop.promoted) < cycles or max(one["candidate"] for one in loop.promoted) not in seen.first:
                 if server.process.poll() is not None:
                     raise SystemExit(f"it ended: see {folder / 'up.log'}")
-                if time.monotonic() - began > LONGEST_S:
-                    print(f"stopped after {LONGEST_S:.0f} s", flush=True)
+                if time.monotonic() - began > longest:
+                    print(f"stopped after {longest:.0f} s", flush=True)
                     break
                 until = time.monotonic() + POLL_S
                 while time.monotonic() < until:
@@ -435,7 +449,8 @@ def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict
                         until = min(until, time.monotonic() + SOON_S)
                     time.sleep(0.5)
                 looked = len(seen.first)
-                loop.look()
+                if loop.look():
+                    samples.append(memory.sample(psutil.Process(server.process.pid)))
                 swaps |= {swap["to"]: swap for swap in httpx.get(f"{server.url}/policy", timeout=30).json()["swaps"]}
         scored: dict[str, list[float]] = {}
         for row in sql("SELECT response_id, epoch(scored_at) AS at FROM rewards WHERE reward IS NOT NULL", folder):
@@ -452,8 +467,8 @@ def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict
     for failure in seen.failures[:5]:
         print(f"failed: {failure}", flush=True)
     promoted = promotions(list(loop.cycles.values()), policies, swaps, seen.first, thumbs)
-    ends = [cycle["status"] for cycle in loop.cycles.values() if cycle["status"] != "skipped"]
-    return summary(seen, scored, promoted) | {"ends": {end: ends.count(end) for end in dict.fromkeys(ends)}}
+    ends = {end: loop.ended.count(end) for end in dict.fromkeys(loop.ended)}
+    return summary(seen, scored, promoted) | {"ends": ends, "memory": memory.growth(samples)}
 
 
 def thumbs_at(versions: Mapping[str, int], folder: Path) -> set[str]:
