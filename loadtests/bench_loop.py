@@ -16,7 +16,7 @@ work alone, as cycles and the server record it: sampling, updates (of the policy
 the evaluation, and copying (weights to the rollout engine, publishing up to the manifest, the swap's exchange).
 ``work_by_part_s`` are the parts that count, ``not_counted_s`` those that don't: medians over the cycles.
 ``ready_over_vllm`` is ``make bench-start``'s ratio. ``memory`` is what the processes that stay grow by per cycle (those
-that ended, refused or promoted): with more than ten cycles, and the lake and all else growing as they do.
+that ended, refused or promoted): for ``--ended 50``, say, as the first ten don't count; the lake grows meanwhile.
 
 ``intervals`` are at 95 %: Student's t on the ratios' logarithms, for thumbs a bootstrap over the policies that learned
 from them. A bar is met or missed if all of the interval says so,
@@ -418,8 +418,8 @@ def run_anyway(*arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict[str, Any]:
-    """Turn the loop in the folder until so many cycles have promoted; the figures.
+def turn(folder: Path, cycles: int, ended: int, users: int, options: dict[str, str]) -> dict[str, Any]:
+    """Turn the loop in the folder until so many cycles have promoted, and so many have ended; the figures.
 
     It stops before, after LONGEST_S and LONGEST_CYCLE_S for each of them.
     """
@@ -429,7 +429,7 @@ def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict
     (folder / "home").mkdir()
     (folder / "home" / "suite.jsonl").write_text("".join(lines))
     port, loop, swaps = free_port(), Loop(folder), dict[int, dict[str, Any]]()
-    samples, longest = list[memory.Sample](), LONGEST_S + LONGEST_CYCLE_S * cycles
+    samples, longest = list[memory.Sample](), LONGEST_S + LONGEST_CYCLE_S * max(cycles, ended)
     settings = OPTIONS | {"serve.port": str(port)} | options
     flags = list(itertools.chain(*((f"--{name}", value) for name, value in settings.items())))
     began = time.monotonic()
@@ -437,7 +437,10 @@ def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict
         print(f"serves after {time.monotonic() - began:.1f} s", flush=True)
         with Users(server.url, users) as seen:
             looked = 0
-            while len(loop.promoted) < cycles or max(one["candidate"] for one in loop.promoted) not in seen.first:
+            while (
+                min(len(loop.promoted) - cycles, len(loop.ended) - ended) < 0
+                or max(one["candidate"] for one in loop.promoted) not in seen.first
+            ):
                 if server.process.poll() is not None:
                     raise SystemExit(f"it ended: see {folder / 'up.log'}")
                 if time.monotonic() - began > longest:
@@ -487,6 +490,7 @@ def sql(query: str, folder: Path, versions: Mapping[str, int] | None = None) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=10, help="cycles that promote")
+    parser.add_argument("--ended", type=int, default=0, help="cycles that promote or refuse, if those are more")
     parser.add_argument("--users", type=int, default=USERS, help="users that ask at once")
     parser.add_argument("--starts", type=int, default=6, help="starts of each server for ready_over_vllm; 0: none")
     parser.add_argument("--folder", type=Path, help="where to leave all of it; emptied first")
@@ -497,7 +501,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         options = dict(each.split("=", 1) for each in arguments.option)
-        figures = turn(folder, arguments.cycles, arguments.users, options)
+        figures = turn(folder, arguments.cycles, arguments.ended, arguments.users, options)
         if arguments.starts:
             print(json.dumps(figures), flush=True)
             starts = bench_start.measure(Path(temporary), arguments.starts)
@@ -505,7 +509,8 @@ def main() -> None:
             figures["intervals"]["ready_over_vllm"] = starts["ratio_seconds_interval"]
     figures |= {"bars": judged(figures, BARS), "shown": judged(figures, SHOWN)}
     print(json.dumps(figures))
-    sys.exit(0 if figures["cycles"] >= arguments.cycles and not figures["failed"] else 1)
+    enough = figures["cycles"] >= arguments.cycles and sum(figures["ends"].values()) >= arguments.ended
+    sys.exit(0 if enough and not figures["failed"] else 1)
 
 
 if __name__ == "__main__":
