@@ -59,7 +59,8 @@ LONGEST_CYCLE_S: Final = 120.0
 POLL_S, SOON_S = 20.0, 3.0
 LAUNCH_S: Final = 5.0
 USERS, PACE_S, TOKENS = 4, 0.3, 24
-ITEMS: Final = 8000
+ITEMS, ITEMS_PER_CYCLE = 8000, 600
+"""Of the suite, at least and for each cycle: an item decides once."""
 REMEMBERED: Final = 30
 """Answers that a user compares the next one with: people get used to what they have."""
 BARS: Final = {"cycle_over_work": 2.0, "thumb_to_policy_s.p50": 60.0, "ready_over_vllm": 1.0, "failed": 0}
@@ -93,7 +94,7 @@ OPTIONS: Final = {
     "evaluation.holdout": "0",
     "evaluation.scorer": "loadtests.letters:reward",
     "evaluation.max_tokens": str(TOKENS),
-    "evaluation.gate.max_items": "600",
+    "evaluation.gate.max_items": str(ITEMS_PER_CYCLE),
     # Who says more of a few characters says fewer distinct pairs, repeats them, and ends later.
     **{f"evaluation.gate.guardrails.{name}": "null" for name in ("distinct_n", "repetition", "truncation", "length")},
     "evaluation.suite": "suite.jsonl",
@@ -425,7 +426,8 @@ def turn(folder: Path, cycles: int, ended: int, users: int, options: dict[str, s
     """
     make_model_folder(folder / "model", 0, eos=False, letters=LETTERS)
     order = random.Random(-1)
-    lines = (json.dumps({"id": str(i), "prompt": prompt(order)}) + "\n" for i in range(ITEMS))
+    items = max(ITEMS, ITEMS_PER_CYCLE * max(cycles, ended))
+    lines = (json.dumps({"id": str(i), "prompt": prompt(order)}) + "\n" for i in range(items))
     (folder / "home").mkdir()
     (folder / "home" / "suite.jsonl").write_text("".join(lines))
     port, loop, swaps = free_port(), Loop(folder), dict[int, dict[str, Any]]()
