@@ -40,11 +40,16 @@ class JournalConfig(Section):
     folder: str = Field(
         default="journal", description="Folder of the journal's segments, on a local disk that honours fsync."
     )
-    segment_bytes: int = Field(default=32 << 20, gt=0, description="A segment is closed once it holds this many bytes.")
+    segment_bytes: int = Field(
+        default=32 << 20,
+        gt=0,
+        description="A segment is closed once it holds this many bytes, beside what it repeats of open streams.",
+    )
     segment_seconds: float = Field(
         default=2.0,
         gt=0,
-        description="A segment is closed once it is this old, in seconds; only closed segments are sealed.",
+        description="A segment is closed once it is this old, in seconds; only closed segments are sealed. Up to 30 s "
+        "later while it takes long to repeat open streams in the next.",
     )
     max_queued_rows: int = Field(
         default=4096,

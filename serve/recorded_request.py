@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, Protocol, Self
 
@@ -322,9 +321,8 @@ class RecordedPrompt:
         return self.progress.responses[index].finish_reason
 
     def _rows(self, indices: Sequence[int], *, failed: bool = False) -> list[dict[str, Any]]:
-        generation = self.progress.generation()
-        chosen = replace(generation, responses=[generation.responses[index] for index in indices])
-        return build_rows(self.request, chosen, [self.response_ids[index] for index in indices], failed=failed)
+        ids = [self.response_ids[index] for index in indices]
+        return build_rows(self.request, self.progress.generation(indices), ids, failed=failed)
 
     def _row(self, index: int) -> dict[str, Any]:
         """A response's row as it is; called in the journal's thread too."""

@@ -73,10 +73,7 @@ class Recorder:
         sampled_at = time.time_ns()
         with _problems():
             kept = rows if self._redaction is None else await self._redaction.interactions(rows)
-            if len(kept) == 1:
-                await self._journal.append("interactions", kept[0])
-            else:
-                await gather_all(*(self._journal.append("interactions", row) for row in kept))
+            await self._journal.append("interactions", *kept)
         self.count(rows, sampled_at=sampled_at)
 
     async def begin(self, row: dict[str, Any], so_far: SoFar) -> Stream:
@@ -127,12 +124,10 @@ class Recorder:
         if not generated_id:
             with _problems():
                 kept = row if self._redaction is None else await self._redaction.feedback(row)
-                verdicts = {
-                    self._seen.check(session_rows(kept, response_ids[:last])[-1])
-                    for last in range(len(response_ids), 0, -1)
-                }
-            if "new" not in verdicts:
-                return "same" if "same" in verdicts else "conflict"
+                lasts = [session_rows(kept, response_ids[:last])[-1] for last in range(len(response_ids), 0, -1)]
+                before = next((last for last in lasts if self._seen.check(last) == "same"), lasts[0])
+                if (verdict := await self._seen.compare(before)) != "new":
+                    return verdict
         *earlier, last_row = session_rows(row, response_ids)
         of_earlier = await gather_all(*(self.record_feedback(other, generated_id=generated_id) for other in earlier))
         if "conflict" in of_earlier:  # an earlier try, which was not acknowledged, has recorded another value

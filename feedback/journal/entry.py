@@ -1,11 +1,11 @@
-"""A row on its way through the journal, and the waking of the caller that waits for it."""
+"""Rows on their way through the journal, and the waking of the caller that waits for them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """How far a row is. It changes under the journal's lock only."""
+    """How far an entry is. It changes under the journal's lock only."""
 
     WAITING = "for room in the queue"
     QUEUED = "for the writer"
@@ -27,14 +27,15 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A row, and who waits for it: a task of ``loop``, or a thread if there is none.
+    """Rows for one commit, and who waits for it: a task of ``loop``, or a thread if there is none.
 
-    ``begins`` and ``ends`` are the stream that the row is the first, or the last, record of. ``error``: why the writer
-    did not write it; others of its commit were written. ``since`` is the time of ``time.monotonic`` at which it came.
+    ``begins`` and ``ends`` are the stream that its one row is the first, or the last, record of. ``error``: why the
+    writer did not write a row; others of its commit were written. ``since`` is the time of ``time.monotonic`` at which
+    it came.
     """
 
     table: str
-    row: dict[str, Any]
+    rows: Sequence[dict[str, Any]]
     waiter: asyncio.Future[None] | Future[None]
     loop: asyncio.AbstractEventLoop | None
     begins: Stream | None = None

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from feedback.config import JournalConfig
 from feedback.files import fsync_path, try_lock, write_all
@@ -25,6 +25,11 @@ from feedback.schema import TABLES
 
 log = logging.getLogger(__name__)
 
+REPEATING: Final = 0.25
+"""The share of the writer's time that goes to repeating open streams at most, unless that takes very long."""
+LONGEST_S: Final = 30.0
+"""Rows are not kept from the lake for longer on account of that."""
+
 
 @dataclass(eq=False)
 class _OpenSegment:
@@ -34,8 +39,14 @@ class _OpenSegment:
     opened: float
     size: int = 0  # bytes that are durable
     messages: int = 0
+    repeated: int = 0  # of the bytes, those that repeat streams
+    repeat_s: float = 0.0  # that they took
     unsynced: int = 0  # bytes written behind them
     unsynced_messages: int = 0
+
+    def old_at(self, config: JournalConfig) -> float:
+        """The time of ``time.monotonic`` at which it is to be closed: later if repeating the open streams takes long."""
+        return self.opened + max(config.segment_seconds, min(self.repeat_s / REPEATING, LONGEST_S))
 
 
 class WriterSession:
@@ -77,15 +88,16 @@ class WriterSession:
         """When the oldest segment is due to be closed; None if there is none."""
         if not self._segments:
             return None
-        oldest = min(segment.opened for segment in self._segments.values())
-        return max(0.0, oldest + self.config.segment_seconds - time.monotonic())
+        oldest = min(segment.old_at(self.config) for segment in self._segments.values())
+        return max(0.0, oldest - time.monotonic())
 
     def close_segments(self, *, everything: bool) -> None:
-        """Close those that are old or large enough, or all of them."""
+        """Close those that are old enough, or large enough without the streams that they repeat, or all of them."""
         now = time.monotonic()
         for table, segment in list(self._segments.items()):
-            old = now - segment.opened >= self.config.segment_seconds
-            if not (everything or old or segment.size >= self.config.segment_bytes):
+            old = now >= segment.old_at(self.config)
+            large = segment.size - segment.repeated >= self.config.segment_bytes
+            if not (everything or old or large):
                 continue
             if table == "interactions" and self.streams:
                 self._repeat_streams(segment if everything else self._replace(segment), self.streams.values())
@@ -193,7 +205,7 @@ class WriterSession:
 
         Before the segment that is left is closed, so that a sealer of that one finds the one that continues it.
         """
-        streams = list(streams)
+        streams, began, before = list(streams), time.monotonic(), segment.size
         rows = [stream.row() for stream in streams]
         errors = self._write(segment, rows)
         for position, error in errors.items():
@@ -201,6 +213,8 @@ class WriterSession:
         if errors:
             self._write(segment, [streams[position].last for position in errors])
         self.sync()
+        segment.repeated += segment.size - before
+        segment.repeat_s = time.monotonic() - began
         for position, (stream, row) in enumerate(zip(streams, rows, strict=True)):
             if position not in errors:
                 stream.last = row

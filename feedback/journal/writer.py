@@ -19,6 +19,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ from feedback.journal.streams import STARTED, SoFar, Stream, aborted, refused
 
 log = logging.getLogger(__name__)
 
-_COUNTERS = ("rows", "commits", "refused", "last_commit_ms", "last_commit_rows", "commit_ms_total", "failures")
+_COUNTERS = (
+    *("rows", "commits", "refused", "last_commit_ms", "last_commit_rows", "commit_ms_total", "failures"),
+    *("bytes", "segments"),  # of sessions that a failing disk ended and that left nothing to do
+)
 _PROOF_BYTES = 4 << 20  # written to prove that a disk takes rows again
 
 
@@ -70,6 +74,7 @@ class Journal:
         self.writer = writer
         self._condition = threading.Condition()
         self._queue: list[Entry] = []
+        self._queued = 0  # rows in it
         self._waiting: dict[Entry, None] = {}  # callers beyond the queue's bound, first come first served
         self._taken: list[Entry] = []  # what the writer is about to make durable
         self._to_end: dict[Stream, dict[str, Any] | None] = {}  # with the row of the end if there is one
@@ -94,15 +99,16 @@ class Journal:
         threading.Thread(target=self._watch, name=f"journal-{self.writer}-watch", daemon=True).start()
         return recovered
 
-    async def append(self, table: str, row: dict[str, Any]) -> None:
-        """Return when ``row`` is on disk.
+    async def append(self, table: str, *rows: dict[str, Any]) -> None:
+        """Return when the rows are on disk: one commit takes all of them, or none where the queue or the disk refuses.
 
-        Raises RowError for a row that does not fit, JournalFull if the queue stays full, JournalBroken if the disk
-        fails or hangs. After JournalFull the row is not recorded. A caller that is cancelled leaves its row to be
-        recorded.
+        Raises RowError for a row that does not fit, which is left out alone, JournalFull if the queue stays full, JournalBroken if the disk
+        fails or hangs. After JournalFull no row is recorded. A caller that is cancelled leaves its rows to be recorded.
         """
-        check_row(table, row)
-        await self._append(table, row)
+        for row in rows:
+            check_row(table, row)
+        if rows:
+            await self._append(table, rows)
 
     async def begin(self, row: dict[str, Any], so_far: SoFar) -> Stream:
         """Record the start of a response that goes out while it is made; return when that is on disk.
@@ -115,7 +121,7 @@ class Journal:
         row = row | {"status": STARTED}
         check_row("interactions", row)
         stream = Stream(row["response_id"], row, so_far)
-        await self._append("interactions", row, begins=stream)
+        await self._append("interactions", (row,), begins=stream)
         return stream
 
     async def end(self, stream: Stream, row: dict[str, Any]) -> None:
@@ -132,18 +138,23 @@ class Journal:
         except RowError:
             self.abandon(stream)
             raise
-        await self._append("interactions", row, ends=stream)
+        await self._append("interactions", (row,), ends=stream)
 
     def abandon(self, stream: Stream) -> None:
         """End a stream, if it is open still, as aborted with what there is of it, as soon as the disk takes that."""
         self._end_later(stream, None)
 
     async def _append(
-        self, table: str, row: dict[str, Any], *, begins: Stream | None = None, ends: Stream | None = None
+        self,
+        table: str,
+        rows: Sequence[dict[str, Any]],
+        *,
+        begins: Stream | None = None,
+        ends: Stream | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        entry = Entry(table, row, waiter, loop, begins, ends)
+        entry = Entry(table, rows, waiter, loop, begins, ends)
         try:
             if not self._offer(entry, loop):
                 await asyncio.wait([waiter], timeout=self.config.append_timeout_s)
@@ -187,20 +198,24 @@ class Journal:
 
     @property
     def backlog(self) -> float:
-        """The share of the queue, 0 to 1, that waits for the disk; at 1, callers wait for room."""
-        return len(self._queue) / self.config.max_queued_rows
+        """The share of the queue that waits for the disk; from 1 on, callers wait for room."""
+        return self._queued / self.config.max_queued_rows
 
     def stats(self) -> dict[str, float]:
         """Counters since ``open`` and gauges, times in milliseconds."""
-        sessions = (*self._ended_sessions, self._session)
+        with self._condition:
+            sessions = (*self._ended_sessions, self._session)
+            counters = self._counters.copy()
+            waiting = sum(len(entry.rows) for entry in self._waiting)
+        for session in sessions:
+            counters["bytes"] += session.bytes
+            counters["segments"] += session.closed_segments
         return {
             "healthy": float(self.healthy),
-            "queued_rows": len(self._queue),
-            "waiting_rows": len(self._waiting),
-            "bytes": sum(session.bytes for session in sessions),
-            "segments": sum(session.closed_segments for session in sessions),
+            "queued_rows": self._queued,
+            "waiting_rows": waiting,
             "open_streams": len(self._session.streams),
-            **self._counters,
+            **counters,
         }
 
     # Callers' side: never more than a few microseconds under the lock.
@@ -212,16 +227,20 @@ class Journal:
                 raise JournalBroken(self._failure)
             if self._closing or self._thread is None:
                 raise JournalBroken(f"journal {self.folder} is not open")
-            if self._waiting or len(self._queue) >= self.config.max_queued_rows:
+            if self._waiting or self._queued >= self.config.max_queued_rows:
                 self._waiting[entry] = None
                 return False
-            entry.state = State.QUEUED
-            self._queue.append(entry)
+            self._put_in_queue(entry)
             if len(self._queue) == 1:
                 # The writer is woken when the loop has run what is ready: more rows for the same commit, and a
                 # writer that is woken in the midst of it would only wait for the interpreter.
                 loop.call_soon(self._wake)
             return True
+
+    def _put_in_queue(self, entry: Entry) -> None:
+        entry.state = State.QUEUED
+        self._queue.append(entry)
+        self._queued += len(entry.rows)
 
     def _wake(self) -> None:
         with self._condition:
@@ -241,7 +260,7 @@ class Journal:
     def _withdraw(self, entry: Entry) -> None:
         entry.state = State.WITHDRAWN
         self._waiting.pop(entry, None)
-        self._counters["refused"] += 1
+        self._counters["refused"] += len(entry.rows)
 
     def _give_up(self, entry: Entry, *, reported: bool) -> None:
         """End the stream whose begin or end this is, and whose caller got an error (``reported``) or was cancelled."""
@@ -250,7 +269,7 @@ class Journal:
             if entry.state in (State.WAITING, State.QUEUED):
                 self._withdraw(entry)
         if entry.ends is not None:
-            self._end_later(entry.ends, refused(entry.row) if reported else entry.row)
+            self._end_later(entry.ends, refused(entry.rows[0]) if reported else entry.rows[0])
         elif entry.begins is not None and taken:
             self._end_later(entry.begins, None)
 
@@ -285,7 +304,7 @@ class Journal:
                     return
         except BaseException as error:
             self._break(f"journal {self.folder}: the writer thread ended: {error!r}")
-            self._ended_sessions[-1].cut(closing=True)
+            self._cut_ended(closing=True)
             raise
 
     def _write_until_closed(self) -> bool:
@@ -309,20 +328,29 @@ class Journal:
             with self._condition:
                 closing = self._condition.wait_for(lambda: self._closing, self.config.probe_seconds)
             if closing:
-                for session in self._ended_sessions:
-                    session.cut(closing=True)
+                self._cut_ended(closing=True)
                 return False
             try:
                 prove_disk(self.folder / f".{self.writer}.proof", _PROOF_BYTES)
             except OSError as error:
                 log.warning("journal %s is still broken: %s", self.folder, error)
                 continue
-            if all(session.cut(proven=True) for session in self._ended_sessions):
+            if self._cut_ended(proven=True):
                 break
         with self._condition:
             self._failure = None
         log.warning("journal %s: the disk is proven again; rows are taken", self.folder)
         return True
+
+    def _cut_ended(self, *, proven: bool = False, closing: bool = False) -> bool:
+        """Cut what ended sessions leave, and forget those with which that is done; whether it is with all of them."""
+        for session in list(self._ended_sessions):
+            if session.cut(proven=proven, closing=closing):
+                with self._condition:
+                    self._ended_sessions.remove(session)
+                    self._counters["bytes"] += session.bytes
+                    self._counters["segments"] += session.closed_segments
+        return not self._ended_sessions
 
     def _take(self) -> tuple[list[Entry], bool]:
         """All entries that wait; none when it is time to close a segment or the journal."""
@@ -335,12 +363,11 @@ class Journal:
             entries += [_unattended(stream, row) for stream, row in self._to_end.items()]
             for entry in entries:
                 entry.state = State.TAKEN
-            self._queue, self._taken, self._to_end = [], entries, {}
-            while self._waiting and len(self._queue) < self.config.max_queued_rows:
+            self._queue, self._queued, self._taken, self._to_end = [], 0, entries, {}
+            while self._waiting and self._queued < self.config.max_queued_rows:
                 entry = next(iter(self._waiting))
                 del self._waiting[entry]
-                entry.state = State.QUEUED
-                self._queue.append(entry)
+                self._put_in_queue(entry)
             if self._queue:
                 self._condition.notify_all()
             return entries, self._closing and not self._queue
@@ -357,14 +384,16 @@ class Journal:
                 continue
             if stream is not None:
                 ended.add(stream)
-                entry.row = entry.row or aborted(stream.row())
+                entry.rows = entry.rows or (aborted(stream.row()),)
             by_table.setdefault(entry.table, []).append(entry)
         try:
             for table, group in by_table.items():
                 cut_short = []
-                for position, error in self._session.write(table, [entry.row for entry in group]).items():
-                    group[position].error = error
-                    if (stream := group[position].ends) is not None:
+                errors = self._session.write(table, [row for entry in group for row in entry.rows])
+                entry_of = [entry for entry in group for _ in entry.rows] if errors else []
+                for position, error in errors.items():
+                    entry_of[position].error = error
+                    if (stream := entry_of[position].ends) is not None:
                         cut_short.append(aborted(stream.last))
                 if cut_short:
                     self._session.write(table, cut_short)
@@ -380,9 +409,10 @@ class Journal:
             del streams[stream.response_id]
         elapsed_ms = (time.perf_counter() - started) * 1e3
         counters = self._counters
-        counters["rows"] += len(entries)
+        rows = sum(len(entry.rows) for entry in entries)
+        counters["rows"] += rows
         counters["commits"] += 1
-        counters["last_commit_rows"] = len(entries)
+        counters["last_commit_rows"] = rows
         counters["last_commit_ms"] = elapsed_ms
         counters["commit_ms_total"] += elapsed_ms
         with self._condition:
@@ -391,16 +421,17 @@ class Journal:
 
     def _break(self, reason: str) -> None:
         """Refuse everything from here on, and take back from the files what was written but not acknowledged."""
-        self._counters["failures"] += 1
         with self._condition:
+            self._counters["failures"] += 1
             self._failure = reason
             entries = [*self._queue, *self._waiting]
-            self._queue, self._taken = [], []
+            self._queue, self._queued, self._taken = [], 0, []
             self._waiting.clear()
         self._session.abandon(reason)
         self._session.cut()
-        self._ended_sessions.append(self._session)
-        self._session = WriterSession(self.folder, self.config, self.writer)
+        with self._condition:
+            self._ended_sessions.append(self._session)
+            self._session = WriterSession(self.folder, self.config, self.writer)
         resolve(entries, JournalBroken(reason))
         with self._condition:
             self._condition.notify_all()
@@ -414,7 +445,7 @@ class Journal:
 
 def _unattended(stream: Stream, row: dict[str, Any] | None) -> Entry:
     """The end of a stream for which no caller waits."""
-    return Entry("interactions", row or {}, Future(), None, ends=stream)
+    return Entry("interactions", () if row is None else (row,), Future(), None, ends=stream)
 
 
 _live: weakref.WeakSet[Journal] = weakref.WeakSet()

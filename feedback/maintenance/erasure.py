@@ -181,8 +181,8 @@ def erase(
     """Remove a target's rows from journal and lake, so that no file holds them; returns what went.
 
     A segment that a living server is writing is waited for, up to ``wait_s`` seconds: it is closed when it is
-    ``journal.segment_seconds`` old. Older versions of all tables can't be read afterwards. Killed anywhere, it can be
-    repeated, and the next maintenance finishes it. Raises LakeError, LockTimeoutError or OSError.
+    ``journal.segment_seconds`` old, or 30 s later. Older versions of all tables can't be read afterwards. Killed
+    anywhere, it can be repeated, and the next maintenance finishes it. Raises LakeError, LockTimeoutError or OSError.
 
     ``registered`` is called with the erasure's id before any row goes; ``rewritten`` when all are gone, before the
     erasure is noted as done: if it raises, the next maintenance calls its own.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -168,10 +168,11 @@ class GenerationProgress:
         self.queue_ms: float | None = None
         self.first_token_ms: float | None = None
 
-    def generation(self) -> Generation:
-        """The responses up to now; to be called from any thread."""
+    def generation(self, indices: Iterable[int] | None = None) -> Generation:
+        """The responses up to now, or those with these indices; to be called from any thread."""
+        chosen = self.responses if indices is None else [self.responses[index] for index in indices]
         return Generation(
-            responses=[response.so_far() for response in self.responses],
+            responses=[response.so_far() for response in chosen],
             queue_ms=self.queue_ms,
             first_token_ms=self.first_token_ms,
             total_ms=(time.monotonic() - self.started) * 1e3,

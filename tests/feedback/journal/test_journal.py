@@ -172,6 +172,47 @@ async def test_past_the_bound_callers_wait_are_refused_with_a_time_and_leave_no_
     assert found == ["first", "held", "queued0", "queued1", "late"]
 
 
+async def test_rows_that_come_together_are_recorded_together_or_not_at_all(folder, disk):
+    journal = opened(folder, max_queued_rows=4, append_timeout_s=0.2)
+    await journal.append("interactions", *(interaction(f"together{i}") for i in range(3)))
+    assert journal.stats()["rows"] == 3
+    assert journal.stats()["commits"] == 1
+    disk.free.clear()
+    held = asyncio.create_task(journal.append("interactions", interaction("held")))
+    await until(lambda: disk.held)
+    queued = asyncio.create_task(journal.append("interactions", *(interaction(f"queued{i}") for i in range(3))))
+    last = asyncio.create_task(journal.append("interactions", *(interaction(f"last{i}") for i in range(3))))
+    await until(lambda: journal.stats()["queued_rows"] == 6)
+    assert journal.backlog == 1.5
+    with pytest.raises(JournalFull):
+        await journal.append("interactions", *(interaction(f"refused{i}") for i in range(3)))
+    assert journal.stats()["refused"] == 3
+    disk.free.set()
+    await asyncio.wait_for(asyncio.gather(held, queued, last), 120)
+    await journal.append("interactions")
+    journal.close()
+    assert rows(folder, "interactions").column("response_id").to_pylist() == [
+        *("together0", "together1", "together2", "held"),
+        *("queued0", "queued1", "queued2", "last0", "last1", "last2"),
+    ]
+
+
+async def test_sessions_of_a_disk_that_fails_again_and_again_are_let_go_and_their_counts_kept(folder, disk):
+    journal = opened(folder, probe_seconds=0.01)
+    for number in range(5):
+        await journal.append("feedback", thumb(f"kept{number}", 1))
+        before = journal.stats()["bytes"]
+        disk.error = OSError(errno.EIO, "the disk is gone")
+        with pytest.raises(JournalBroken):
+            await journal.append("feedback", thumb(f"refused{number}", 1))
+        disk.error = None
+        await until(lambda number=number: journal.stats()["failures"] == number + 1 and journal.healthy)
+        assert journal.stats()["bytes"] >= before
+    assert not journal._ended_sessions
+    journal.close()
+    assert rows(folder, "feedback").column("response_id").to_pylist() == [f"kept{i}" for i in range(5)]
+
+
 async def test_a_failed_fsync_is_final_and_what_was_refused_is_not_recorded(folder, disk):
     journal = opened(folder, probe_seconds=60)
     await journal.append("feedback", thumb("kept", 1))

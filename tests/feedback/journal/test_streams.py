@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from feedback.config import JournalConfig, LakeConfig
 from feedback.ingest.seal import seal
 from feedback.journal.codec import RowError
 from feedback.journal.segment import list_segments
+from feedback.journal.session import WriterSession
+from feedback.journal.streams import Stream
 from feedback.journal.writer import Journal, JournalBroken, JournalFull
 from feedback.lake.tables import Lake
 from tests.paths import ROOT
@@ -101,6 +104,42 @@ async def test_a_stream_outlives_many_segments_and_the_seals_of_all_of_them(fold
     assert found["a"] == ("complete", "stop", 9)
     assert found["b"] == ("aborted", "abort", 5)
     assert other.lost is None
+
+
+async def test_streams_that_are_larger_than_a_segment_are_not_repeated_at_each_commit(folder, lake):
+    journal = opened(folder, segment_bytes=30_000)
+    streams = [await journal.begin(tokens(f"s{i}", 400), lambda i=i: tokens(f"s{i}", 400)) for i in range(12)]
+    before = journal.stats()["segments"]
+    for number in range(20):
+        await journal.append("interactions", interaction(f"plain-{number}", response="x" * 500))
+    assert 1 <= journal.stats()["segments"] - before <= 5
+    for stream in streams:
+        await journal.end(stream, tokens(stream.response_id, 500))
+    await asyncio.to_thread(journal.close)
+    seal(lake, folder)
+    assert {name: of for name, of in in_lake(lake).items() if name.startswith("s")} == {
+        f"s{i}": ("complete", "stop", 500) for i in range(12)
+    }
+    assert len(in_lake(lake)) == 32
+
+
+def test_streams_that_take_long_to_repeat_are_repeated_less_often(folder):
+    def slow() -> dict[str, Any]:
+        time.sleep(0.1)
+        return tokens("a", 2)
+
+    folder.mkdir()
+    session = WriterSession(folder, JournalConfig(segment_seconds=0.05), "replica-0")
+    row = tokens("a", 1) | {"status": "started"}
+    session.write("interactions", [row])
+    session.sync()
+    session.streams["a"] = Stream("a", row, slow)
+    time.sleep(0.06)
+    session.close_segments(everything=False)
+    assert session.closed_segments == 1
+    assert 0.1 < session.seconds_to_rotation() <= 30
+    session.close_segments(everything=True)
+    assert session.closed_segments == 2
 
 
 async def test_a_row_that_does_not_belong_to_the_stream_can_t_end_it(folder):

@@ -516,10 +516,10 @@ async def test_work_is_not_begun_whose_row_may_find_no_room_or_that_would_wait_t
     with pytest.raises(Exception, match="1024 responses wait for the engine"), server.admission.admit():
         pass
     server.engine.stats["waiting"] = 0
-    server.journal._queue.extend([None] * 7)  # type: ignore[list-item]  # of 8
+    server.journal._queued = 7  # of 8
     with pytest.raises(Exception, match="the journal's queue is nearly full"), server.admission.admit():
         pass
-    server.journal._queue.clear()
+    server.journal._queued = 0
     with server.admission.admit():
         pass
 
