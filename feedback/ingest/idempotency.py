@@ -86,6 +86,23 @@ class SeenFeedback:
             return "new"
         return "same" if known == content_of(row) else "conflict"
 
+    async def compare(self, row: dict[str, Any]) -> Verdict:
+        """As ``check``, once what was removed meanwhile is forgotten: what is known will stay recorded.
+
+        Raises SeenFeedbackError too while an erasure may remove it.
+        """
+        verdict = self.check(row)
+        # Looked at before what was removed: an erasure that ends in between is seen there.
+        being_erased = verdict == "same" and await self._is_being_erased(row)
+        if verdict != "new" and await self._forget_removed():
+            return await self.compare(row)
+        if being_erased:
+            raise SeenFeedbackError(
+                f"feedback {row['feedback_id']!r} is known, but an erasure that has begun may remove it: repeat it "
+                "when the erasure is done (`millrace lake maintain` finishes one that was killed)"
+            )
+        return verdict
+
     async def record(self, row: dict[str, Any], journal: Journal, *, generated_id: bool = False) -> Verdict:
         """Append ``row`` to the journal unless its id is known; return when the verdict is durable.
 
@@ -94,27 +111,20 @@ class SeenFeedback:
         ``Journal.append`` raises; the row's id is then free again.
         """
         key, content = key_of(row["tenant"], row["feedback_id"]), content_of(row)
-        while key in self._pending:
-            other, done = self._pending[key]
-            if await asyncio.shield(done):
-                return "same" if other == content else "conflict"
-        verdict = "new" if generated_id else self.check(row)
-        if verdict == "new" and self._doubtful.get(key, content) != content:
+        while True:
+            while key in self._pending:
+                other, done = self._pending[key]
+                if await asyncio.shield(done):
+                    return "same" if other == content else "conflict"
+            if not generated_id and (verdict := await self.compare(row)) != "new":
+                return verdict
+            if key not in self._pending:  # nobody came with the id meanwhile
+                break
+        if self._doubtful.get(key, content) != content:
             raise SeenFeedbackError(
                 f"feedback {row['feedback_id']!r} may be recorded with another content, as the disk hung: send that "
                 "again, or take another id"
             )
-        # Checked before what was removed: an erasure that ends in between is seen there.
-        being_erased = verdict == "same" and await self._is_being_erased(row)
-        if verdict != "new" and await self._forget_removed():
-            return await self.record(row, journal)
-        if being_erased:
-            raise SeenFeedbackError(
-                f"feedback {row['feedback_id']!r} is known, but an erasure that has begun may remove it: repeat it "
-                "when the erasure is done (`millrace lake maintain` finishes one that was killed)"
-            )
-        if verdict != "new":
-            return verdict
         done = asyncio.get_running_loop().create_future()
         self._pending[key] = (content, done)
         append = asyncio.ensure_future(journal.append("feedback", row))
@@ -134,9 +144,9 @@ class SeenFeedback:
                 await self._forget_erased()
                 await self._forget_sealed()
                 self.error = None
-            except (LakeError, OSError, sqlite3.Error) as error:
-                self.error = str(error)
-                log.error("the feedback ledger does not follow the lake: %s", error)
+            except Exception as error:  # noqa: BLE001 - whatever it was, erasures after it are to be heard of
+                self.error = str(error) or repr(error)
+                log.error("the feedback ledger does not follow the lake: %s", self.error)
 
     def stats(self) -> dict[str, float]:
         """Gauges for monitoring."""

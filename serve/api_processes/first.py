@@ -92,7 +92,7 @@ class FurtherProcesses:
         """What answers the requests that they hand on; set before they serve."""
         self.on_loss: Callable[[EngineClient, str, bool], None] = lambda client, how, replaced: None
         """Called when one has ended by itself: which, how, and whether another one takes its place."""
-        self._all: dict[int, _Further] = {}
+        self._all: dict[int, _Further] = {}  # one that is replaced is put there in a thread
         self._clients: dict[int, EngineClient] = {}
         self._spare: list[EngineClient] = []
         self._ended_metrics: list[bytes] = []
@@ -142,7 +142,7 @@ class FurtherProcesses:
         Raises EngineError if one ends, or takes longer than ``start_timeout_s``.
         """
         deadline = time.monotonic() + self._config.engine.start_timeout_s
-        while not all(one.attached for one in self._all.values()):
+        while not all(one.attached for one in list(self._all.values())):
             await self._wait(deadline)
         await self.agree(self._serving())
         self._spawn(self._tell_news(), "news for the further API processes")
@@ -161,7 +161,7 @@ class FurtherProcesses:
             if not await self._answers(index, one, _ANSWER_S, "serve", serving):
                 await asyncio.to_thread(one.process.join, _END_S)
 
-        await asyncio.gather(*(agree(index, one) for index, one in self._all.items() if one.attached))
+        await asyncio.gather(*(agree(index, one) for index, one in list(self._all.items()) if one.attached))
 
     async def _answers(self, index: int, one: _Further, seconds: float, name: str, *arguments: Any) -> bool:
         """Whether it answers a call in time; else it is killed."""
@@ -183,7 +183,7 @@ class FurtherProcesses:
 
     def tell(self, name: str, *arguments: Any) -> None:
         """Tell all of them something."""
-        for one in self._all.values():
+        for one in list(self._all.values()):
             if one.link is not None:
                 with suppress(LinkBroken):
                     one.link.tell(name, *arguments)
@@ -215,7 +215,7 @@ class FurtherProcesses:
         """Return when they have ended; those that don't serve yet, or take longer than a stop may, are killed."""
         self.stop()
         began = self._may_serve.is_set()
-        for one in self._all.values():
+        for one in list(self._all.values()):
             if began and not one.attached:  # one that was to replace another
                 one.process.kill()
         deadline = time.monotonic() + (self._config.drain_timeout_s + 2 * CUT_OFF_S + _END_S if began else 0)
@@ -240,11 +240,11 @@ class FurtherProcesses:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _alive(self) -> list[int]:
-        return [index for index, one in self._all.items() if one.process.exitcode is None]
+        return [index for index, one in list(self._all.items()) if one.process.exitcode is None]
 
     async def _wait(self, deadline: float) -> None:
         """Wait a moment for those that start. Raises EngineError."""
-        for index, one in self._all.items():
+        for index, one in list(self._all.items()):
             if (code := one.process.exitcode) is not None:
                 raise EngineError(f"API process {index} ended with code {code} while it started; the log says why")
         if time.monotonic() > deadline:

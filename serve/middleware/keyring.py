@@ -134,21 +134,27 @@ class Keyring:
                 raise KeyFileError(f"the key file {self.path} is gone, or has no keys any more")
             self._take(keys)
         except (KeyFileError, OSError) as error:
-            self._signature = ()  # look again
-            if str(error) != self.error or time.monotonic() - self._logged_at > _REPEAT_S:
-                log.error("%s; the keys that were read before stay in use", error)
-                self._logged_at = time.monotonic()
-            self.error = str(error)
+            self._keep_what_was_read(error)
         else:
             self._signature, self.error = signature, None
             if keys:
                 log.info("the key file %s was read again: %d keys are good", self.path, self.stats()["active"])
 
+    def _keep_what_was_read(self, error: Exception) -> None:
+        self._signature, said = (), str(error) or repr(error)  # look again
+        if said != self.error or time.monotonic() - self._logged_at > _REPEAT_S:
+            log.error("%s; the keys that were read before stay in use", said)
+            self._logged_at = time.monotonic()
+        self.error = said
+
     async def follow(self) -> None:
         """Take up changes of the file, until cancelled."""
         while True:
             await asyncio.sleep(_POLL_S)
-            await asyncio.to_thread(self.refresh)  # the file may be on a network's disk
+            try:
+                await asyncio.to_thread(self.refresh)  # the file may be on a network's disk
+            except Exception as error:  # noqa: BLE001 - whatever it was, a key that is revoked next must end
+                self._keep_what_was_read(error)
 
     def authenticate(self, secret: bytes | None) -> Principal:
         """The principal with this secret. Raises Refused."""
@@ -233,7 +239,7 @@ class Keyring:
             return
         try:
             secret = local_secret(self.path)
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             log.warning("`millrace` on this machine can't ask the server which policy it serves: %s", error)
         else:
             keys = (*keys, _local_key(secret, self._tenant))

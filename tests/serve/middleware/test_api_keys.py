@@ -50,6 +50,45 @@ def test_a_process_that_is_started_when_the_file_is_gone_or_damaged_keeps_to_the
             made.authenticate(None)
 
 
+def test_a_key_is_revoked_though_this_machines_own_secret_is_damaged(path: Path) -> None:
+    key, secret = create_key(path, name="one", tenant="t", scopes=["generate"])
+    create_key(path, name="admin", tenant="t", scopes=["admin"])
+    made = keyring(path)
+    local_file(path).write_bytes(b"\xff\xfe")
+    revoke_key(path, key.id)
+    made.refresh()
+    assert made.error is None
+    with pytest.raises(Refused, match="was revoked"):
+        made.authenticate(secret.encode())
+
+
+async def test_the_key_file_is_followed_whatever_went_wrong_at_a_look(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that can't be started, say, where the system allows no more."""
+    key, secret = create_key(path, name="one", tenant="t", scopes=["generate"])
+    create_key(path, name="admin", tenant="t", scopes=["admin"])
+    made, refresh, looks = keyring(path), Keyring.refresh, iter(range(10_000))
+
+    def look(self: Keyring) -> None:
+        if next(looks) == 0:
+            raise RuntimeError("can't start new thread")
+        refresh(self)
+
+    monkeypatch.setattr(Keyring, "refresh", look)
+    following = asyncio.create_task(made.follow())
+    async with asyncio.timeout(60):
+        while made.error is None:
+            await asyncio.sleep(0.05)
+        assert made.error == "can't start new thread"
+        revoke_key(path, key.id)
+        while made.error is not None:
+            await asyncio.sleep(0.05)
+    following.cancel()
+    with pytest.raises(Refused, match="was revoked"):
+        made.authenticate(secret.encode())
+
+
 def test_a_process_that_is_started_later_takes_the_file_as_it_is_now(path: Path) -> None:
     create_key(path, name="one", tenant="t", scopes=["generate"])
     before = keyring(path).keys

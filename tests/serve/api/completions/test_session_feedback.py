@@ -14,8 +14,11 @@ import pytest
 from feedback.config import JournalConfig, LakeConfig
 from feedback.events import session_rows
 from feedback.ingest.idempotency import SeenFeedback
+from feedback.ingest.seal import seal
 from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake
+from feedback.maintenance.erasure import Target, erase, finish_erasures
+from serve.http import Problem
 from serve.observability.metrics import Metrics
 from serve.reading.sessions import MOST_RESPONSES
 from serve.recorder import Recorder
@@ -180,3 +183,35 @@ async def test_what_a_try_that_was_not_acknowledged_said_of_an_earlier_turn_is_n
     assert said == ["conflict", "new", "same"]
     journal.close()
     seen.close()
+
+
+async def test_feedback_on_a_session_that_an_erasure_removes_is_not_acknowledged_as_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that on a response: refused while the erasure is not done, and new behind it."""
+    folder, lake = tmp_path / "journal", Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=60))
+    lake.create()
+    row, responses = thumb("second", 1.0, feedback_id="f", source="eve"), ["first", "second"]
+    put(lake, "feedback", session_rows(row, responses))
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.maintenance.erasure._drain", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            erase(lake, tmp_path / "elsewhere", Target(user="eve"))
+    journal, seen = Journal(folder, JournalConfig(folder=str(folder)), "r"), SeenFeedback(lake, folder)
+    journal.open()
+    seen.open()
+    recorder = Recorder(journal, seen, Metrics())
+    with pytest.raises(Problem, match="an erasure that has begun may remove it"):
+        await recorder.record_session_feedback(row, responses, generated_id=False)
+    assert finish_erasures(lake, folder)["feedback"] == 2
+    row |= {"created_at": datetime.now(UTC)}
+    said = [await recorder.record_session_feedback(row, responses, generated_id=False) for _ in range(2)]
+    assert said == ["new", "same"]
+    journal.close()
+    seen.close()
+    seal(lake, folder)
+    assert lake.counts()["feedback"] == 2
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
