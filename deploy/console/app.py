@@ -25,7 +25,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.config.root import child_environment
@@ -39,6 +38,7 @@ from serve.middleware.keyring import CONSOLE, Principal
 from serve.observability.audit import AuditLog, AuditLogError
 from serve.reading.reader import Reader, ReadFailed
 from serve.runtime import Server
+from serve.static_files import StaticFolder
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class _Console:
             Route("/live", self._events, methods=["GET"]),
             *(Route(path, self._page(name), methods=["GET"]) for path, name in _PAGES.items()),
             *(Route(path, self._action(*of), methods=["POST"]) for path, of in _ACTIONS.items()),
-            Mount("/static", StaticFiles(directory=STATIC)),
+            Mount("/static", StaticFolder(directory=STATIC)),
         ]
         self.app = Starlette(
             routes=routes,

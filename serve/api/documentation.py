@@ -7,11 +7,11 @@ from typing import Final
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.responses import FileResponse, RedirectResponse, Response
-from starlette.staticfiles import StaticFiles
+from starlette.responses import RedirectResponse, Response
 
 from serve.http import json_response, page_headers
 from serve.middleware.keyring import CONSOLE
+from serve.static_files import StaticFolder
 
 _FOLDER: Final = Path(__file__).with_name("static")
 
@@ -29,9 +29,10 @@ def install(app: FastAPI, *, console: bool) -> None:
     app.add_route("/", start)
     if console:
         app.add_route(CONSOLE, start)
-    app.add_route("/docs", _docs)
-    app.mount("/docs/static", StaticFiles(directory=_FOLDER))
+    page = (_FOLDER / "docs.html").read_bytes()
 
+    async def docs(request: Request) -> Response:
+        return Response(page, media_type="text/html", headers=page_headers(images="data:"))
 
-async def _docs(request: Request) -> FileResponse:
-    return FileResponse(_FOLDER / "docs.html", headers=page_headers(images="data:"))
+    app.add_route("/docs", docs)
+    app.mount("/docs/static", StaticFolder(directory=_FOLDER))

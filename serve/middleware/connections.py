@@ -11,10 +11,13 @@ address (``serve.fleet.front``), which is then taken for the connection's other 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hmac
 import ipaddress
 import resource
 import socket
+import struct
+import termios
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -43,6 +46,8 @@ HEAD_TIMEOUT_S: Final = 30.0
 REST_BYTES: Final = 32 << 20
 REST_TIMEOUT_S: Final = 30.0
 PIPELINED: Final = 64
+SEND_S: Final = 60.0
+SENT_BYTES: Final = 16 << 10
 
 _MOST_FILES: Final = 1 << 16
 _OTHER_FILES: Final = 256  # of this process: the journal's and the lake's, the engine's sockets, files of the store
@@ -92,8 +97,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     A head that is not whole after ``HEAD_BYTES`` gets 431, one that is not after ``HEAD_TIMEOUT_S`` no answer. Trailers
     and chunk extensions have as many bytes, and are dropped. Of a request that was answered before it was whole,
-    ``REST_BYTES`` are read, for ``REST_TIMEOUT_S``. ``PIPELINED`` requests may wait for the one before them. A
-    connection beyond those that the process may have files for is closed at once: the journal needs files too.
+    ``REST_BYTES`` are read, for ``REST_TIMEOUT_S``. ``PIPELINED`` requests may wait for the one before them. Of an answer
+    that is not sent whole, the client must take ``SENT_BYTES`` more every ``SEND_S``. A connection beyond those that the
+    process may have files for is closed at once: the journal needs files too.
     """
 
     most: ClassVar[int | None] = None
@@ -128,6 +134,7 @@ class BoundedHttp(HttpToolsProtocol):
     _rest = 0  # bytes since the answer
     _running: RequestResponseCycle | None = None
     _timer: asyncio.TimerHandle | None = None
+    _sending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -138,11 +145,24 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """As uvicorn's, which tells the newest of pipelined requests only."""
         self._stop_timer()
+        self._stop_watching()
         self.pipeline.clear()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """As uvicorn's, with a bound for how long the client takes to read on."""
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        """As uvicorn's."""
+        super().resume_writing()
+        self._stop_watching()
+        if not self._is_answering():  # a rest of an answer that is given: nobody else looks at it
+            self._watch_sending()
 
     def data_received(self, data: bytes) -> None:
         """As uvicorn's, piece by piece."""
@@ -226,12 +246,16 @@ class BoundedHttp(HttpToolsProtocol):
         """As uvicorn's. Of the request nothing is kept; what is missing of it, is not waited for for ever."""
         if self._running is not None:
             self._running.body = bytearray()
+        self._watch_sending()
         super().on_response_complete()
         if self._in_message and self.cycle.response_complete and not self.transport.is_closing():
             self._start_timer(REST_TIMEOUT_S, self.transport.close)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        flow: FlowControl = self.flow
+        if not flow.write_paused:  # what it sends is no sign that nothing was read
+            self._stop_watching()
         super()._start_asgi_task(cycle, app)
 
     def _is_answering(self) -> bool:
@@ -241,6 +265,7 @@ class BoundedHttp(HttpToolsProtocol):
         if not self._is_answering():
             body = orjson.dumps(problem.body())
             self.transport.write(_REFUSAL % (status, len(body), body))
+            self._watch_sending()
         self.transport.close()
 
     def _head_is_late(self) -> None:
@@ -250,6 +275,32 @@ class BoundedHttp(HttpToolsProtocol):
             self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
         else:
             self.transport.close()
+
+    def _watch_sending(self) -> None:
+        """Look in a while whether what is not sent has become less; nothing is added to it meanwhile."""
+        if self._sending is None and (unsent := self._unsent()):
+            self._sending = self.loop.call_later(SEND_S, self._look_at_sending, unsent)
+
+    def _look_at_sending(self, before: int) -> None:
+        self._sending = None
+        unsent = self._unsent()
+        if before - unsent >= SENT_BYTES:
+            self._watch_sending()
+        elif unsent:
+            self.transport.abort()
+
+    def _unsent(self) -> int:
+        """Bytes that the client has not taken, those with the kernel too; 0 if all of them are."""
+        if not (waiting := self.transport.get_write_buffer_size()):
+            return 0
+        file = self.transport.get_extra_info("socket").fileno()
+        [in_kernel] = struct.unpack("i", fcntl.ioctl(file, termios.TIOCOUTQ, bytes(4)))
+        return waiting + int(in_kernel)
+
+    def _stop_watching(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+            self._sending = None
 
     def _start_timer(self, seconds: float, then: Callable[[], None]) -> None:
         self._stop_timer()

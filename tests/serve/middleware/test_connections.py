@@ -6,8 +6,9 @@ import asyncio
 import gc
 import json
 import resource
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from serve.middleware.keyring import Keyring
 
 SCOPES: list[Any] = []
 GONE: list[str] = []
+LARGE = 16 << 20
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -38,10 +40,12 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     while more:
         message = await receive()
         size, more = size + len(message.get("body", b"")), message.get("more_body", False)
-    body = b"%d" % size
+    body = b"x" * LARGE if scope["path"] == "/large" else b"%d" % size
     head = [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": head})
-    await send({"type": "http.response.body", "body": body})
+    half = len(body) // 2
+    await send({"type": "http.response.body", "body": body[:half], "more_body": True})
+    await send({"type": "http.response.body", "body": body[half:]})
 
 
 @pytest.fixture
@@ -303,3 +307,60 @@ async def test_connections_beyond_those_that_leave_files_are_closed_at_once_and_
 
 def test_connections_leave_files_for_the_journal() -> None:
     assert connections_at_most() <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 256
+
+
+class Noted(BoundedHttp):
+    """It knows how many of its connections have ended. ``buffered``: what it takes before the application waits."""
+
+    ended = 0
+    buffered = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+        if self.buffered:
+            transport.set_write_buffer_limits(high=self.buffered)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        type(self).ended += 1
+
+
+@pytest.mark.parametrize("buffered", [0, 2 * LARGE], ids=["an answer that waits", "an answer that is given"])
+@pytest.mark.parametrize("takes", [0, 512], ids=["nothing", "a trickle"])
+async def test_a_client_that_does_not_take_its_answer_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, buffered: int, takes: int
+) -> None:
+    monkeypatch.setattr(connections, "SEND_S", 0.5)
+    monkeypatch.setattr(connections, "SENT_BYTES", 256 << 10)
+    http: type[Noted] = type("Noted", (Noted,), {"buffered": buffered})
+    async with listening(http) as port:
+        with slow_client(port) as client:
+            async with asyncio.timeout(60):
+                while not http.ended:
+                    with suppress(ConnectionError):
+                        await asyncio.to_thread(client.recv, takes)
+                    await asyncio.sleep(0.05)
+
+
+async def test_a_client_that_takes_its_answer_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 MiB in pieces of 64 KiB, some 8 s: each second more than it must."""
+    monkeypatch.setattr(connections, "SEND_S", 2.0)
+    async with listening(Noted) as port:
+        with slow_client(port) as client:
+            answer, since = 0, asyncio.get_running_loop().time()
+            while piece := await asyncio.to_thread(client.recv, 512 << 10):
+                answer += len(piece)
+                await asyncio.sleep(0.03)
+            assert answer > LARGE
+            assert asyncio.get_running_loop().time() - since > connections.SEND_S
+
+
+def slow_client(port: int) -> socket.socket:
+    """A client that has asked for LARGE bytes, and takes what it is told to."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    client.settimeout(30)
+    client.connect(("127.0.0.1", port))
+    client.sendall(b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    return client
