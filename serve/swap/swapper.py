@@ -683,8 +683,12 @@ class Swapper:
 
     async def _discard_prepared(self) -> None:
         """Give up what was prepared and is not wanted any more."""
-        if self._ready is not None:
-            self._ready = None
+        ready, self._ready = self._ready, None
+        if ready is None:
+            return
+        if ready[1].loaded:
+            self.engine.discard(ready[1].weights.policy.version)
+        else:
             await self._release()
 
     async def _release(self) -> None:
@@ -723,13 +727,17 @@ class Swapper:
         return Prepared(weights, in_place=reason is not None, numbers=numbers, before=before)
 
     async def _prepare_beside(self, policy: Policy) -> Prepared:
-        """Have the engine hold an adapter of the weights that it has; or those are what is wanted."""
+        """Have the engine hold an adapter of the weights that it has, on trial; or those are what is wanted."""
         weights = self._base
         if policy.version != self._base.policy.version:
             weights = await self._verify(policy)
             await self.engine.put_adapter(weights, self.config.prepare_timeout_s)
         numbers = self._numbers(policy)
-        before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
+        try:
+            before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
+        except BaseException:  # a candidate's that is given up, too
+            self.engine.discard(policy.version)
+            raise
         return Prepared(weights, in_place=False, numbers=numbers, before=before, loaded=True)
 
     def _numbers(self, policy: Policy) -> Numbers | str:
@@ -783,7 +791,7 @@ class Swapper:
         touched = False
         try:
             if prepared.loaded:
-                if policy.version not in self.engine.loaded:  # it had to make room meanwhile
+                if not self.engine.holds(policy.version):  # it had to make room meanwhile
                     await self.engine.put_adapter(prepared.weights, config.prepare_timeout_s)
                 probe = await self._prove(prepared, policy.version)  # before it answers anything
                 self.engine.serve(policy.version)
@@ -805,6 +813,8 @@ class Swapper:
                 if policy.version in self._of_tenants:
                     # Nor does it answer its tenants before it has proved itself anew.
                     self._loaded_for, self._tenants_wait = "", ("", 0.0)
+            else:
+                self.engine.discard(policy.version)
         return Swap(
             at=now(),
             from_version=old.policy.version,

@@ -148,9 +148,9 @@ class Engine:
         self.label = ""
         """Of the load of these weights, "version.number": no two loads of an engine have the same."""
         self.loaded: dict[int, Answering] = {}
-        """By version, what requests can be answered with: the weights, and adapters beside them."""
+        """By version, what requests can be answered with: the weights, and adapters that have proved themselves."""
         self.trial: dict[int, Answering] = {}
-        """Tenants' own policies that are loaded, and answer nothing before ``admit``."""
+        """Adapters that the engine has, and that answer nothing before ``admit`` or ``serve``."""
         self.kept: frozenset[int] = frozenset()
         """Versions whose adapters stay, beside that of the policy that serves."""
         self.making_way = False
@@ -506,13 +506,13 @@ class Engine:
     # Adapters beside the weights: put_adapter, serve
 
     async def put_adapter(self, weights: Weights, timeout_s: float) -> None:
-        """Have an adapter of the weights that the engine holds in it; nothing is answered with it before ``serve``.
+        """Have an adapter of the weights that the engine holds in it, on ``trial`` if it has not been there.
 
         Raises EngineError if all places are taken by adapters that serve, are kept or have requests at work.
         """
         version = weights.policy.version
         async with self._within(timeout_s), self._placing:
-            if version in self.loaded or version in self.trial:
+            if self.holds(version):
                 return
             await self._free_place()
             self._adapters += 1
@@ -522,25 +522,30 @@ class Engine:
             except BaseException:  # it may be put later, when nobody waits for it: this comes behind it
                 self._in_background(self.llm.collective_rpc("millrace_remove_adapter", args=(number,)))
                 raise
-        salt = self._next_label(version)
-        held = self.trial if version in self._own else self.loaded
-        held[version] = Answering(version, self.base, self.label, salt, number, folder)
+        self.trial[version] = Answering(version, self.base, self.label, self._next_label(version), number, folder)
+
+    def holds(self, version: int) -> bool:
+        """Whether the engine has a policy, which answers or is on trial."""
+        return version in self.loaded or version in self.trial
 
     def admit(self, version: int) -> None:
-        """Have a tenant's policy, which has proved itself, answer."""
+        """Have a policy answer that was on trial, and has proved itself."""
         if version in self.trial:
             self.loaded[version] = self.trial.pop(version)
 
+    def discard(self, version: int) -> None:
+        """Forget an adapter that is on trial; one that answers stays."""
+        each = self.trial.pop(version, None)
+        if each is not None and self.healthy:
+            self._in_background(self.llm.collective_rpc("millrace_remove_adapter", args=(each.adapter,)))
+
     def reject(self, version: int) -> None:
-        """Answer nothing more with an adapter that has not proved itself; what is at work with it ends first."""
-        held = self.trial if version in self.trial else self.loaded
-        each = held.get(version)
+        """Answer nothing more with an adapter that has failed its proof; what is at work with it ends first."""
+        self.discard(version)
+        each = self.loaded.get(version)
         if each is None or each.adapter is None or version == self.version:
             return
-        del held[version]
-        if held is self.trial:  # nothing was answered with it
-            self._in_background(self.llm.collective_rpc("millrace_remove_adapter", args=(each.adapter,)))
-            return
+        del self.loaded[version]
         self._leaving.add(each.adapter)
         self._in_background(self._remove_unused(each.adapter))
         self.on_load()
@@ -566,7 +571,7 @@ class Engine:
             used = set(await self.llm.engine_core.call_utility_async("millrace_adapters"))
             idle = [
                 each
-                for each in self.loaded.values()
+                for each in (*self.loaded.values(), *self.trial.values())
                 if each.adapter is not None
                 and each.adapter not in used
                 and each.version not in (self.version, *self.kept)
@@ -574,11 +579,12 @@ class Engine:
             if not idle:
                 raise EngineError(
                     f"all {self.config.adapters.count} adapters of the engine are in use "
-                    f"({', '.join(map(str, sorted(self.loaded)))} are loaded): wait, or raise "
+                    f"({', '.join(map(str, sorted(self.loaded | self.trial)))} are loaded): wait, or raise "
                     "serve.engine.adapters.count"
                 )
             oldest = min(idle, key=lambda each: each.adapter or 0)
-            del self.loaded[oldest.version]
+            held = self.trial if oldest.version in self.trial else self.loaded
+            del held[oldest.version]
             await self.llm.collective_rpc("millrace_remove_adapter", args=(oldest.adapter,))
 
     def serve(self, version: int) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,8 +22,9 @@ from serve.policies.store import Policy, PolicyStore
 from serve.policies.whole_policies import whole
 from serve.swap.swapper import StaleWeights, Swapper
 from serve.vllm.engine import Engine, Generated, Generation, Sampling
-from tests.serve.adapter_policies import publish_adapter
+from tests.serve.adapter_policies import make_adapter, publish_adapter
 from tests.serve.conftest import reference_logprobs
+from tests.serve.experiment_records import experiment_record
 from tests.serve.vllm.test_weight_update import PROMPT, SIZE, become, swap, swapper_on
 
 CLOSE = 5e-4
@@ -58,6 +61,7 @@ async def swapper(started: Swapper) -> AsyncIterator[Swapper]:
     yield started
     started.config = SwapConfig(poll_seconds=3600)
     started.engine.kept = frozenset()
+    await started._follow_candidate(None)
     await become(started, 1)
 
 
@@ -68,6 +72,20 @@ def tenant(swapper: Swapper, monkeypatch: pytest.MonkeyPatch) -> Swapper:
     monkeypatch.setattr(swapper, "_loaded_for", "")
     monkeypatch.setattr(swapper.engine, "_own", frozenset({4}))
     return swapper
+
+
+async def announced(swapper: Swapper, version: int) -> None:
+    """A cycle has named its candidate, and what can be done of it early is done."""
+    await swapper._follow_candidate(version)
+    await swapper._settle_candidate(version)
+    assert swapper.status()["prepared"] == version
+
+
+async def without_adapters(swapper: Swapper) -> None:
+    """Whatever was loaded before: other weights end all adapters."""
+    for version in (5, 1):
+        await become(swapper, version)
+    assert swapper.engine.loaded.keys() == {1}
 
 
 async def ask(swapper: Swapper, name: str, version: int | None = None, tokens: int = 24) -> Generated:
@@ -239,6 +257,81 @@ async def test_what_waits_while_other_weights_are_tried_in_vain_goes_on_without_
                 assert list(response.logprobs[start:end]) == pytest.approx(expected, abs=CLOSE)
         assert 2 not in versions
     require_of(await ask(swapper, "with its adapter"), policies[2])
+
+
+async def test_a_candidate_that_was_prepared_early_proves_itself_before_it_answers_users_of_an_experiment(
+    swapper: Swapper, policies: dict[int, Policy], tmp_path: Path
+) -> None:
+    store = swapper.store
+    made = make_adapter(policies[1], tmp_path / "made", seed=9)
+    of_another = policies[2].probe or {}
+    lying = store.publish(made, parent=1, lineage={}, metrics={}, probe=lambda _: of_another, base=policies[1])
+    refused = experiment_record(candidate=lying.version, unit="user")
+    await without_adapters(swapper)
+    await announced(swapper, lying.version)
+    require_of(await ask(swapper, "early", version=lying.version), policies[1])
+    store.experiments.begin(refused)
+    await swapper._answer_beside(refused)
+    ended = store.experiments.change(refused.number, lambda one: replace(one, state="ended"))
+    assert ended.end is not None
+    assert (ended.end["decision"], "nats off the manifest's numbers" in ended.end["why"]) == ("failed", True)
+    assert swapper.beside is None
+    require_of(await ask(swapper, "refused", version=lying.version), policies[1])
+
+    honest = experiment_record(number=refused.number + 1, candidate=3, unit="user")
+    await announced(swapper, 3)
+    await swapper._answer_beside(honest)
+    assert swapper.beside == honest
+    await swapper._follow_candidate(None)
+    require_of(await ask(swapper, "drawn", version=3), policies[3])
+    await swapper._answer_beside(None)
+
+
+async def test_the_adapter_of_a_candidate_that_is_announced_no_more_gives_its_place_back(
+    swapper: Swapper, policies: dict[int, Policy]
+) -> None:
+    await without_adapters(swapper)
+    await become(swapper, 2)
+    await announced(swapper, 3)
+    await swapper._follow_candidate(None)
+    assert (swapper.engine.loaded.keys(), swapper.engine.trial) == ({1, 2}, {})
+    swapper.engine.kept = frozenset({2})
+    await become(swapper, 4)  # in the second of two places
+    require_of(await ask(swapper, "four"), policies[4])
+
+
+@pytest.mark.parametrize("step", ["prepare", "prove"])
+async def test_an_adapter_of_which_the_engine_says_nothing_in_time_answers_nobody_and_holds_no_place(
+    swapper: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    await without_adapters(swapper)
+    prepared = await swapper.prepare(2) if step == "prove" else None
+    (engine,) = map(psutil.Process, swapper.engine.processes)
+    next_logprobs = swapper.engine.next_logprobs
+
+    async def stand_still(*arguments: Any) -> list[float]:
+        engine.suspend()
+        try:
+            return await next_logprobs(*arguments)
+        finally:
+            engine.resume()
+
+    swapper.config = SwapConfig(poll_seconds=3600, hold_timeout_s=0.5)
+    with monkeypatch.context() as late:
+        late.setattr(swapper.engine, "next_logprobs", stand_still)
+        if prepared is None:
+            with pytest.raises(TimeoutError):
+                await swapper.prepare(2)
+        else:
+            refused = await swapper.commit(prepared, 0)
+            assert not refused.ok
+            assert "the engine did not answer in time" in (refused.error or "")
+    assert (swapper.engine.loaded.keys(), swapper.engine.trial) == ({1}, {})
+    require_of(await ask(swapper, "refused", version=2), policies[1])
+    swapper.config = SwapConfig(poll_seconds=3600)
+    for version in (3, 4, 2):
+        await become(swapper, version)
+        require_of(await ask(swapper, f"serves {version}"), policies[version])
 
 
 async def test_tenants_get_their_policies_back_with_the_weights_that_these_are_of(
