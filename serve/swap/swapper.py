@@ -602,8 +602,7 @@ class Swapper:
         with ExitStack() as held:
             try:
                 await self._settle_candidate(pointer.version)
-                if self._ready is not None and self._ready[1].weights.policy.version != pointer.version:
-                    await self._discard_prepared()
+                await self._discard_unless_ready(pointer.version)
                 await asyncio.to_thread(held.enter_context, self.store.hold(pointer.version))
                 prepared = self._ready[1] if self._ready is not None else await self.prepare(pointer.version)
             except StoreUnreachable:
@@ -680,6 +679,22 @@ class Swapper:
         except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is recorded
             self._fail(pointer, _describe(failure))
             log.error("policy %d can't be prepared: %s", pointer.version, _describe(failure))
+
+    async def _discard_unless_ready(self, version: int) -> None:
+        """Give up what was prepared, unless it is that policy and needs no more than a commit.
+
+        In place, a commit reads the files, which must be as they were verified; an adapter may have had to make room.
+        """
+        if self._ready is None:
+            return
+        prepared = self._ready[1]
+        ready = prepared.weights.policy.version == version
+        if ready and prepared.in_place:
+            ready = await asyncio.to_thread(_untouched, prepared.weights)
+        elif ready and prepared.loaded:
+            ready = self.engine.holds(version)
+        if not ready:
+            await self._discard_prepared()
 
     async def _discard_prepared(self) -> None:
         """Give up what was prepared and is not wanted any more."""
@@ -767,10 +782,16 @@ class Swapper:
 
         Raises PolicyError, TimeoutError.
         """
-        for known in filter(None, (self._spare, self._verified)):
+
+        def are_those(known: Weights) -> bool:
             # Known weights are those of one version: another one with the same bytes has files and a label of its own.
-            if (known.policy.version, known.policy.files) == (policy.version, policy.files):
-                return known
+            return (known.policy.version, known.policy.files) == (policy.version, policy.files)
+
+        spare, verified = self._spare, self._verified
+        if spare is not None and are_those(spare):
+            return spare  # the engine has them, and reads no file
+        if verified is not None and are_those(verified) and await asyncio.to_thread(_untouched, verified):
+            return verified
         config = self.config
         files = await verify(
             self.store,
@@ -791,8 +812,6 @@ class Swapper:
         touched = False
         try:
             if prepared.loaded:
-                if not self.engine.holds(policy.version):  # it had to make room meanwhile
-                    await self.engine.put_adapter(prepared.weights, config.prepare_timeout_s)
                 probe = await self._prove(prepared, policy.version)  # before it answers anything
                 self.engine.serve(policy.version)
             else:
@@ -908,6 +927,15 @@ class Swapper:
             self.broken = f"{cause}; and policy {old.policy.version} could not be put back: {_describe(failure)}"
             log.critical("the engine is stopped: %s", self.broken)
             await self.engine.close()
+
+
+def _untouched(weights: Weights) -> bool:
+    """Whether the engine will take the files for those that were verified: a new link to one is a change, too."""
+    folder = weights.policy.path
+    try:
+        return all(fingerprint(folder / name) == file["fingerprint"] for name, file in weights.files.items())
+    except OSError:
+        return False
 
 
 async def _alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -298,6 +299,21 @@ async def test_the_adapter_of_a_candidate_that_is_announced_no_more_gives_its_pl
     swapper.engine.kept = frozenset({2})
     await become(swapper, 4)  # in the second of two places
     require_of(await ask(swapper, "four"), policies[4])
+
+
+async def test_a_candidate_that_had_to_make_room_serves_though_its_files_have_got_links_meanwhile(
+    swapper: Swapper, policies: dict[int, Policy], tmp_path: Path
+) -> None:
+    await without_adapters(swapper)
+    await announced(swapper, 2)
+    for version in (3, 4):
+        assert await swapper._load_beside(version) is None
+    assert not swapper.engine.holds(2)
+    (path,) = policies[2].weight_files
+    os.link(path, tmp_path / path.name)
+    done = await swap(swapper, 2)
+    assert done.ok, done.error
+    require_of(await ask(swapper, "two"), policies[2])
 
 
 @pytest.mark.parametrize("step", ["prepare", "prove"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -361,13 +362,14 @@ def test_an_update_too_small_for_the_tolerance_must_still_bring_the_engine_neare
 
 
 async def test_where_no_second_set_is_wanted_a_candidates_files_are_verified_early_and_no_more(
-    swapper: Swapper, policies: list[Policy]
+    swapper: Swapper, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swapper.config = SwapConfig(in_place=True)
     await swapper._prepare_candidate(2)
     states = await swapper.engine.llm.collective_rpc("millrace_standby_state")
     assert [state["error"] for state in states] == ["no standby weights are prepared"]
     await require_policy(swapper, policies[0])
+    monkeypatch.setattr("serve.swap.swapper.verify", None)  # files that nobody has touched are not read again
     done = await swap(swapper, 2)
     assert (done.ok, done.in_place) == (True, True)
     await require_policy(swapper, policies[1])
@@ -398,3 +400,39 @@ async def test_a_candidate_that_is_given_up_while_its_numbers_are_asked_for_leav
     await swapper.engine.resume(30)
     states = await swapper.engine.llm.collective_rpc("millrace_standby_state")
     assert [state["error"] for state in states] == ["no standby weights are prepared"]
+
+
+@pytest.mark.parametrize("way", ["in_place", "shadow_weights"])
+async def test_a_candidate_whose_files_have_got_links_since_they_were_verified_serves(
+    swapper: Swapper, tmp_path: Path, way: str
+) -> None:
+    """As a backup by hard links makes them."""
+    swapper.config = SwapConfig.model_validate({"poll_seconds": 3600, way: True})
+    await become(swapper, 2)  # policy 1 is kept, if one is
+    made = make_model(SIZE, tmp_path / "made", seed=3, letters=LETTERS[1])
+    candidate = swapper.store.publish(made, parent=2, lineage={}, metrics={}, probe=probe.measure)
+    await swapper._follow_candidate(candidate.version)
+    await swapper._settle_candidate(candidate.version)
+    for path in candidate.weight_files:
+        os.link(path, tmp_path / path.name)
+    done = await swap(swapper, candidate.version)
+    assert done.ok, done.error
+    assert done.in_place == (way == "in_place")
+    await require_policy(swapper, candidate)
+
+
+async def test_a_candidate_whose_weights_have_changed_since_they_were_verified_is_refused_and_nothing_held(
+    swapper: Swapper, policies: list[Policy]
+) -> None:
+    swapper.config = SwapConfig(poll_seconds=3600, in_place=True)
+    candidate = swapper.store.publish(policies[1].path, parent=1, lineage={}, metrics={})
+    await swapper._follow_candidate(candidate.version)
+    await swapper._settle_candidate(candidate.version)
+    (path,) = candidate.weight_files
+    path.write_bytes(path.read_bytes()[:-64] + bytes(64))
+    done = await swap(swapper, candidate.version)
+    assert not done.ok
+    assert "model.safetensors has sha256" in (done.error or "")
+    assert done.hold_ms == 0
+    await require_policy(swapper, policies[0])
+    swapper.store.promote(1, expected=candidate.version, who="test", why="back")
