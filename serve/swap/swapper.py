@@ -919,9 +919,10 @@ class Swapper:
                 base = Weights(base.policy, files)
                 await self.engine.load(base, config.hold_timeout_s)
                 await self.engine.resume(config.hold_timeout_s)
-            self._base, self._serving = base, adapter or base
+            self._base = self._serving = base
             if adapter is not None:
-                await self.engine.put_adapter(adapter, config.prepare_timeout_s)
+                self._serving = await self._read(adapter.policy.version)  # verified anew for the same reason
+                await self.engine.put_adapter(self._serving, config.prepare_timeout_s)
                 self.engine.serve(adapter.policy.version)
         except Exception as failure:  # noqa: BLE001 - the end of the line: the engine must not go on with unknown weights
             self.broken = f"{cause}; and policy {old.policy.version} could not be put back: {_describe(failure)}"

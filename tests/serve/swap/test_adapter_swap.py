@@ -350,6 +350,20 @@ async def test_an_adapter_of_which_the_engine_says_nothing_in_time_answers_nobod
         require_of(await ask(swapper, f"serves {version}"), policies[version])
 
 
+async def test_the_adapter_that_served_comes_back_though_its_file_has_got_links_since(
+    swapper: Swapper, policies: dict[int, Policy], tmp_path: Path
+) -> None:
+    store, of_another = swapper.store, policies[1].probe or {}
+    lying = store.publish(policies[5].path, parent=1, lineage={}, metrics={}, probe=lambda _: of_another)
+    await become(swapper, 2)
+    (path,) = policies[2].weight_files
+    os.link(path, tmp_path / path.name)
+    refused = await swap(swapper, lying.version)
+    assert "is not what serves" in (refused.error or "")
+    assert swapper.broken is None
+    require_of(await ask(swapper, "two again"), policies[2])
+
+
 async def test_tenants_get_their_policies_back_with_the_weights_that_these_are_of(
     tenant: Swapper, policies: dict[int, Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
