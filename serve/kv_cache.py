@@ -51,6 +51,12 @@ class KVCache:
     size: int | None
     full_context: int | None = None
 
+    @property
+    def context(self) -> dict[str, int | None]:
+        """What decides the context: its tokens, or where vLLM finds them by the cache, the cache's size as well."""
+        of_cache = {"kv_cache_bytes": self.size} if self.max_model_len < 0 else {}
+        return {"max_model_len": self.max_model_len, **of_cache}
+
     def cut(self, section: str) -> str | None:
         """One line that says how the context was cut, if it was. ``section``: of the settings that say otherwise."""
         if self.full_context is None or self.size is None:

@@ -47,6 +47,7 @@ from evaluation.suites.decoding import GREEDY, Decoding, Traffic, settled
 from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Item, Suite, SuiteError
 from feedback.scoring.sources.rules import RuleError
+from serve.kv_cache import fit_batch_engine
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
 from serve.policies.whole_policies import whole
@@ -418,9 +419,10 @@ def _begun(
 ) -> Block:
     """What an intent was about to look at. Raises NotJudged naming what changed, if that can't be looked at now."""
     what = f"policy {candidate.version} was about to be looked at (entry {entry.number})"
-    now = _answering(candidate, config)
-    if changed := [name for name in now if meant.answers.get(name) != now[name]]:
-        settings = ", ".join(f"{name} {meant.answers.get(name)!r}" for name in changed)
+    now, then = _answering(candidate, config), meant.answers
+    # An earlier release may have put less on record.
+    if changed := [name for name in now if name in then and then[name] != now[name]]:
+        settings = ", ".join(f"{name} {then[name]!r}" for name in changed)
         raise NotJudged(f"{what} with evaluation's {settings}: set that back, or train another candidate")
     items = {item.id: item for item in suite.items}
     if missing := next((name for name in (*meant.fresh, *meant.regression) if name not in items), None):
@@ -445,7 +447,8 @@ def _answering(candidate: Policy, config: EvaluationConfig) -> dict[str, Any]:
     """The settings that decide what is looked at of answers, as JSON has them."""
     named = {"max_tokens": config.max_tokens, "kl_samples": config.kl_samples, "seed": config.seed}
     computed = {"dtype": compute_dtype(candidate.path, config.engine.dtype), "extra": config.engine.extra}
-    answering: dict[str, Any] = json.loads(canonical(named | computed))
+    context = fit_batch_engine(config.engine, candidate.path, section="evaluation.engine").context
+    answering: dict[str, Any] = json.loads(canonical(named | computed | context))
     return answering
 
 

@@ -36,6 +36,7 @@ from evaluation.engine import EngineError, OfflineEngine, OfflineEngines, TokenI
 from evaluation.suites.decoding import GREEDY, Decoding, seed_of
 from evaluation.suites.suite import Suite
 from feedback.files import replace_file
+from serve.kv_cache import fit_batch_engine
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
 from serve.vllm.compat import installed
@@ -128,15 +129,18 @@ class Answers:
 def settings_hash(policy: Policy, config: EvaluationConfig, decoding: Decoding = GREEDY) -> str:
     """Hash of everything but the policy's files and the suite that decides a response.
 
-    Settings, seed, the type that this policy is computed in, the device, and the versions of what computes; and what
-    items draw their sampling parameters from, unless they are answered greedily.
+    Settings, seed, the type that this policy is computed in, the context that memory has room for, the device, and the
+    versions of what computes; and what items draw their sampling parameters from, unless they are answered greedily.
     """
+    engine = config.engine.model_dump(mode="json", exclude={"log_level", "dtype"})
+    if config.engine.max_model_len is None and config.engine.kv_cache_bytes is None:  # else it follows from these
+        engine |= fit_batch_engine(config.engine, policy.path, section="evaluation.engine").context
     decides: dict[str, Any] = {
         "max_tokens": config.max_tokens,
         "kl_samples": config.kl_samples,
         "best_of": config.best_of,
         "seed": config.seed,
-        "engine": config.engine.model_dump(mode="json", exclude={"log_level", "dtype"}),
+        "engine": engine,
         "dtype": compute_dtype(policy.path, config.engine.dtype),
         "device": _device(),
         "vllm": _vllm_version(),

@@ -181,10 +181,9 @@ def evaluation_engine(config: EngineConfig, policy: Policy) -> dict[str, Any]:
         "config": sha256_file(policy.path / "config.json"),
         "dtype": compute_dtype(policy.path, config.dtype),
         "tensor_parallel_size": config.tensor_parallel_size,
-        "max_model_len": cache.max_model_len,
+        **cache.context,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_batched_tokens,
         **({} if config.enforce_eager is None else {"enforce_eager": config.enforce_eager}),
         "extra": config.extra or {},
-        **({"kv_cache_bytes": cache.size} if cache.max_model_len < 0 else {}),
     }

@@ -353,6 +353,9 @@ def test_who_kills_an_evaluation_and_changes_settings_looks_at_no_item_again_by_
         again(settings.model_copy(update={"seed": 7}))
     with pytest.raises(NotJudged, match=r"with evaluation's max_tokens 6: set that back, or train another candidate"):
         again(settings.model_copy(update={"max_tokens": 4}))
+    shorter = settings.engine.model_copy(update={"max_model_len": 64})
+    with pytest.raises(NotJudged, match=r"with evaluation's max_model_len 128: set that back, or train another"):
+        again(settings.model_copy(update={"engine": shorter}))
     rows = suite.path.read_text()
     first = begun[0].body["fresh"][0]
     suite.path.write_text("".join(row for row in rows.splitlines(True) if f'"id": "{first}",' not in row))

@@ -186,3 +186,26 @@ def test_answers_are_kept_by_the_device_that_computed_them(
     assert answers._device().startswith(("cpu ", "gpu "))
     monkeypatch.setattr("evaluation.suites.answers._device", lambda: "gpu NVIDIA H200")
     assert answers.settings_hash(policy, config) != here
+
+
+def test_answers_are_kept_by_the_context_that_memory_has_room_for(
+    tmp_path: Path, config: EvaluationConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a container may be another one after its next start."""
+    monkeypatch.setattr("serve.kv_cache.smallest_gpu", lambda: None)
+    tuned = {"long": {"max_position_embeddings": 2**20}, "of another kind": {"kv_lora_rank": 8}}
+    policies = {name: publish(tmp_path / name, in_type(torch.float32, **of)) for name, of in tuned.items()}
+    policies["short"] = publish(tmp_path / "short", in_type(torch.float32))
+
+    def keys(name: str, **engine: int | None) -> int:
+        """How many there are on machines of two sizes."""
+        changed = config.engine.model_copy(update={"kv_cache_bytes": None, **engine})
+        found = set()
+        for memory in (2**30, 2**31):
+            monkeypatch.setattr("serve.kv_cache.machine_memory", lambda memory=memory: memory)
+            found.add(answers.settings_hash(policies[name], config.model_copy(update={"engine": changed})))
+        return len(found)
+
+    assert [keys(name) for name in ("long", "of another kind", "short")] == [2, 2, 1]
+    for said in ({"max_model_len": 64}, {"kv_cache_bytes": 8 * MIB}):
+        assert [keys(name, **said) for name in policies] == [1, 1, 1]
