@@ -21,6 +21,8 @@ class ParkingWorker(Worker):
     """
 
     model: nn.Module
+    rests = False
+    """Whether its run has ended: it is there for what a later run takes over from it, and has no model."""
 
     def __init__(self, **peers: Any) -> None:
         super().__init__(**peers)
@@ -36,7 +38,9 @@ class ParkingWorker(Worker):
         return ()
 
     def park(self, *, weights: bool = True) -> None:
-        """Send them away; without ``weights``, what is beside the weights alone."""
+        """Send them away; without ``weights``, what is beside the weights alone. Nothing is there of one that rests."""
+        if self.rests:
+            return
         self.state.park(self.state_tensors(), self.compute_device)
         if weights:
             self.weights.park(self.weight_tensors(), self.compute_device)
@@ -55,5 +59,6 @@ class ParkingWorker(Worker):
             self.state.restore()
 
     def rest(self) -> None:
+        self.rests = True
         self.weights.forget()
         self.state.forget()

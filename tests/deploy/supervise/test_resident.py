@@ -228,6 +228,19 @@ def test_a_run_after_an_evaluation_learns_as_in_new_workers(
     assert weights(again) == weights(policy(home, runs["fresh"]))
 
 
+def test_a_run_whose_models_wait_while_it_generates_may_come_after_one_that_had_others(
+    home: Path, runs: dict[str, JobResult], settings: Settings
+) -> None:
+    """What rests of the runs before, a critic and a reference, is in its processes, and has no model that could wait."""
+    before = resident.residents(settings)
+    alone = {"algorithm": GRPO["algorithm"], "measure_kl": False, "fsdp": {"offload_while_generating": True}}
+    assert run_job(*job(home, "waits", **alone)).candidate is not None
+    after = resident.residents(settings)
+    assert before is not None
+    assert after is not None
+    assert before["since"] == after["since"]
+
+
 BY_HAND = """
 import os
 import sys

@@ -136,6 +136,8 @@ def a_run(policy: Path, folder: Path, away: bool, settings: dict[str, Any]) -> d
     for worker in workers.by_role.values():
         worker.park()  # type: ignore[attr-defined]
     workers.rest()
+    for worker in workers.by_role.values():
+        worker.park()  # type: ignore[attr-defined]  # as a later run does that has no worker of its role
     found["at rest"] = [worker.weights.bytes + worker.state.bytes for worker in workers.by_role.values()]  # type: ignore[attr-defined]
     return found
 
