@@ -89,6 +89,15 @@ def with_sleep(settings: Settings, found: Assignment | None) -> Settings:
     return settings.model_copy(update={"serve": settings.serve.model_copy(update={"sleep": sleep})})
 
 
+def scores_on_device(settings: Settings) -> bool:
+    """Whether scoring has a model that computes on a GPU, one of evaluation's.
+
+    That is ``feedback.scoring.model``: ``human.model`` scores what training samples, and no logged response.
+    """
+    model = settings.feedback.scoring.model
+    return model is not None and model.weight > 0 and model.device != "cpu" and not computes_on_cpu(seen())
+
+
 def computes_on_cpu(visible: str | None = None) -> bool:
     """Whether this machine's processors are what computes: vLLM is its build for them, or no GPU is visible.
 

@@ -90,9 +90,7 @@ def score(settings: Settings, nice: int, json_out: Path | None) -> None:
 @contextmanager
 def _turn_of_models(settings: Settings) -> Iterator[None]:
     """Within, the server sleeps if a model scores on a device that it has, too."""
-    scoring = settings.feedback.scoring
-    models = [model for model in (scoring.model, scoring.human.model) if model is not None and model.device != "cpu"]
-    if not models or devices.computes_on_cpu(devices.seen()):
+    if not devices.scores_on_device(settings):
         yield
         return
     with asleep(settings, "evaluate", say=click.echo):

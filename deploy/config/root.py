@@ -120,7 +120,7 @@ class CycleConfig(Section):
     score_ahead: bool = Field(
         True,
         description="Score what has come meanwhile while the candidate is evaluated: the next cycle has less to score "
-        "before it trains.",
+        "before it trains. Not where feedback.scoring.model computes on a GPU, which the evaluation has then.",
     )
     score_timeout_s: PositiveFloat = Field(3600.0, description="Scoring that takes longer is stopped (seconds).")
     train_timeout_s: PositiveFloat = Field(86400.0, description="Training that takes longer is stopped (seconds).")

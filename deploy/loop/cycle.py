@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from deploy import devices
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import promotion, recipes
 from deploy.loop.preflight import check
@@ -505,9 +506,10 @@ class _Cycle:
     def _scoring_ahead(self) -> Iterator[None]:
         """Score, for the next cycle, what has come since this one has scored, beside the block; stopped if that raises.
 
-        What it fails at, the next cycle's stage finds again.
+        What it fails at, the next cycle's stage finds again. Nothing is scored ahead where that takes a GPU: it is one
+        of the evaluation's, and a server that has it in turns would sleep on when there is a promotion to serve.
         """
-        if not self.settings.cycle.score_ahead:
+        if not self.settings.cycle.score_ahead or devices.scores_on_device(self.settings):
             yield
             return
         cycle = self.settings.cycle

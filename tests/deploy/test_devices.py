@@ -175,6 +175,17 @@ def test_bad_values_are_refused_by_name(settings: Settings, options: list[tuple[
     assert why in str(refused.value)
 
 
+def test_the_model_of_logged_responses_scores_on_a_device_and_that_of_sampled_ones_does_not(
+    settings: Settings, gpus: Any
+) -> None:
+    of_votes, own = ("feedback.scoring.human.model.name", "votes"), ("feedback.scoring.model.name", "own")
+    gpus(1)
+    assert not devices.scores_on_device(changed(settings, of_votes))
+    assert devices.scores_on_device(changed(settings, own))
+    for apart in (("feedback.scoring.model.device", "cpu"), ("feedback.scoring.model.weight", "0")):
+        assert not devices.scores_on_device(changed(settings, own, apart))
+
+
 def test_what_would_have_to_sleep_and_can_not_is_refused_before_anything_starts(
     home_with_policy: Settings, gpus: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from deploy import cli
+from deploy import cli, devices
 from deploy.commands.loop import print_result
 from deploy.config import root
 from deploy.config.root import ConfigError, Settings, child_environment
@@ -33,6 +33,7 @@ from evaluation.suites.held_out import position
 from evaluation.suites.suite import Suite
 from feedback.config import ScoringConfig
 from feedback.processes.signals import Stopped
+from serve.gpus import Gpu
 from serve.policies.store import PolicyStore
 from tests.deploy.conftest import scoring_waits
 from tests.evaluation.decisions.worlds import items, judged
@@ -74,6 +75,24 @@ def test_a_cycle_that_is_stopped_after_it_has_ended_has_come_to_what_it_had(home
     [record] = records.load_all(home_with_policy)
     assert (record.status, record.reason) == ("skipped", cycle.record.reason)
     assert str(record.reason).startswith("0 new rewards")
+
+
+@pytest.mark.parametrize(("device", "ahead"), [("auto", False), ("cpu", True)])
+def test_nothing_is_scored_ahead_by_a_model_on_a_gpu_which_the_evaluation_beside_it_has(
+    device: str, ahead: bool, home_with_policy: Settings, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (devices.VISIBLE, devices.SEEN):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(devices, "installed", lambda _: {"vllm": "1"})  # the build for GPUs
+    monkeypatch.setattr(devices, "gpus", lambda: [Gpu(0, 0, 80 * 2**30, 0.0)])
+    scores = {"feedback.scoring.model.name": str(model), "feedback.scoring.model.device": device}
+    settings = changed(home_with_policy, *scores.items())
+    settings.path(settings.cycle.folder).mkdir()
+    with _Cycle(settings, print)._scoring_ahead():
+        pass
+    log = settings.path("logs") / "cycle-000001-score-ahead.log"
+    assert log.exists() is ahead
+    assert not ahead or "scored 0 responses" in log.read_text()
 
 
 def test_too_little_feedback_on_the_policy_that_serves_is_not_trained_on(home_with_policy: Settings) -> None:
