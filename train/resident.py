@@ -13,6 +13,7 @@ it is left:
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -29,9 +30,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
+import torch
+
 from evaluation.config import EngineConfig
 from feedback.files import replace_file
 from feedback.processes.exit import SIGNALLED
+from feedback.processes.freed_memory import give_freed_memory_back
 from feedback.processes.resident_socket import GONE_S, Listener, hung_up
 from feedback.processes.signals import stop_requested
 from feedback.user_code import search_last
@@ -135,6 +139,9 @@ class Residence:
                     connection.send(answer)
                 raise
         self._code.note()
+        gc.collect()  # what of the run is in cycles, as a reward model may be
+        torch.cuda.empty_cache()
+        give_freed_memory_back()
         self._note("asleep")
         with suppress(OSError):
             connection.send(("done",))

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import pyarrow as pa
@@ -51,24 +52,27 @@ def guarded(name: str, by_row: ByRow, *unusable: type[Exception]) -> ByRow:
 
     What the machine lacks (memory, files) is no property of a response: it is raised too, and a later run scores it.
     """
+    return partial(_outcomes, name, by_row, unusable)  # a closure that calls itself is a cycle, here around a model
 
-    def outcomes(batch: pa.Table) -> tuple[Values, Reasons]:
-        try:
-            values, reasons = by_row(batch)
-        except unusable:
+
+def _outcomes(
+    name: str, by_row: ByRow, unusable: tuple[type[Exception], ...], batch: pa.Table
+) -> tuple[Values, Reasons]:
+    try:
+        values, reasons = by_row(batch)
+    except unusable:
+        raise
+    except Exception as error:
+        if batch.num_rows > 1:
+            middle = batch.num_rows // 2
+            halves = batch.slice(0, middle), batch.slice(middle)
+            (first, whys), (second, more) = (_outcomes(name, by_row, unusable, half) for half in halves)
+            return first + second, whys + more
+        if _is_of_the_machine(error):
             raise
-        except Exception as error:
-            if batch.num_rows > 1:
-                middle = batch.num_rows // 2
-                (first, whys), (second, more) = outcomes(batch.slice(0, middle)), outcomes(batch.slice(middle))
-                return first + second, whys + more
-            if _is_of_the_machine(error):
-                raise
-            log.debug("%s fails on a response", name, exc_info=error)
-            values, reasons = [None] * batch.num_rows, [f"{name} failed: {type(error).__name__}: {error}"]
-        return values, [_recordable(reason) for reason in reasons]
-
-    return outcomes
+        log.debug("%s fails on a response", name, exc_info=error)
+        values, reasons = [None] * batch.num_rows, [f"{name} failed: {type(error).__name__}: {error}"]
+    return values, [_recordable(reason) for reason in reasons]
 
 
 def _is_of_the_machine(error: Exception) -> bool:

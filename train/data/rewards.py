@@ -126,13 +126,12 @@ class Reward:
         except (RuleError, RewardModelError, JudgeCacheError, ValueError) as error:
             raise RewardError(f"{_setting_of(settings)}: {error}") from error
         self.scorer = scorer_name(self.sources)
-        self._limited = with_timeout(self._rewards, timeout_s)
         self._turn = Lock()  # of the threads that ask: a user's function, or a tokenizer, may not bear two calls
 
     def __call__(self, rows: pa.Table) -> Rewards:
         """Raises RewardError if a source can't be used at all, or time is up."""
         with self._turn:
-            return self._limited(rows)
+            return with_timeout(self._rewards, self.timeout_s)(rows)  # not kept: it knows this object and its models
 
     def _rewards(self, rows: pa.Table) -> Rewards:
         if not isinstance(self.settings, ApiConfig):

@@ -18,6 +18,9 @@ class RewardWorker(Worker):
         super().__init__(**peers)
         self.reward = Reward(reward, timeout_s)
 
+    def rest(self) -> None:
+        vars(self).pop("reward", None)
+
     @dispatch(by_rank)
     def rewards(self, tables: list[pa.Table]) -> list[Rewards | str]:
         """The rewards of the rows of each table, or why there can't be any."""

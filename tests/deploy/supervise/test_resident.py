@@ -97,6 +97,12 @@ def job(home: Path, name: str, **settings: Any) -> tuple[TrainConfig, JobContext
     return TrainConfig.model_validate({**CONFIG, "runs": str(home / "runs"), **settings}), JobContext(**context)
 
 
+def write_old(file: Path, code: str, time_ns: int = 1) -> None:
+    """Code that workers don't take for newer than they are."""
+    file.write_text(code)
+    os.utime(file, ns=(time_ns, time_ns))
+
+
 @pytest.fixture(scope="module")
 def runs(home: Path, owner: None) -> dict[str, JobResult]:
     """Two runs in the same workers, the first with another algorithm and another seed; and the second in new ones."""
@@ -228,10 +234,32 @@ def test_a_run_after_an_evaluation_learns_as_in_new_workers(
     assert weights(again) == weights(policy(home, runs["fresh"]))
 
 
+CYCLE = """
+import gc
+from train.observe.hooks import Hook
+
+class Cycle(Hook):
+    def on_end(self, result, error):
+        self.itself = self
+        gc.disable()  # or it would be found by chance
+
+    def __del__(self):
+        gc.enable()
+        (self.run.folder / "freed").touch()
+"""
+
+
+def test_what_a_run_leaves_in_cycles_in_the_driver_is_freed_as_it_ends(home: Path, runs: dict[str, JobResult]) -> None:
+    """As a reward model may, whose device others have meanwhile."""
+    write_old(home / "cyclic_hooks.py", CYCLE)
+    assert run_job(*job(home, "cyclic", **PPO, hooks=["cyclic_hooks:Cycle"])).candidate is not None
+    assert (home / "runs" / "cyclic" / "freed").exists()
+
+
 def test_a_run_whose_models_wait_while_it_generates_may_come_after_one_that_had_others(
     home: Path, runs: dict[str, JobResult], settings: Settings
 ) -> None:
-    """What rests of the runs before, a critic and a reference, is in its processes, and has no model that could wait."""
+    """What rests of the runs before, a critic and a reference, is in its processes, without a model that could wait."""
     before = resident.residents(settings)
     alone = {"algorithm": GRPO["algorithm"], "measure_kl": False, "fsdp": {"offload_while_generating": True}}
     assert run_job(*job(home, "waits", **alone)).candidate is not None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +30,7 @@ from feedback.config import JudgeConfig, KindsConfig, LakeConfig, ScoringConfig
 from feedback.datasets import Prompt
 from feedback.lake.tables import Lake
 from feedback.scoring.scorer import load_sources
+from feedback.scoring.sources.reward_model import RewardModel
 from feedback.scoring.sources.rules import PerToken, load_rule
 from serve.policies.store import Policy
 from tests.feedback.feedback_rows import NOON, interaction, put
@@ -270,6 +273,28 @@ def test_a_loaded_model_takes_no_random_numbers_from_training(model: Path) -> No
     torch.manual_seed(7)
     Reward(scoring(model={"name": str(model), "device": "cpu"}), 60)(rows("4"))
     assert torch.rand(3).equal(expected)
+
+
+def models_there() -> list[RewardModel]:
+    return [each for each in gc.get_objects() if type(each) is RewardModel]
+
+
+def test_a_model_is_freed_with_the_reward_that_it_was_of(model: Path) -> None:
+    """By itself: where nobody looks for cycles, what a run has ended with would stay on its device."""
+    others = models_there()
+    reward = Reward(scoring(model={"name": str(model), "device": "cpu"}), 60)
+    found = reward(rows("4"))
+    assert found.values[0] is not None
+    for thread in threading.enumerate():
+        if thread.name == "reward":  # it has answered, and may not have ended
+            thread.join()
+    [known] = [weakref.ref(each) for each in models_there() if each not in others]
+    gc.disable()
+    try:
+        del reward
+        assert known() is None
+    finally:
+        gc.enable()
 
 
 def broken(folder: Path, how: str) -> None:
