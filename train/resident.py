@@ -8,7 +8,7 @@ it is left:
 
 - when nobody has asked for ``train.resident.idle_seconds``, or the machine's memory runs short meanwhile;
 - when a run or an answer fails, or who asked has gone: the next request gets a new process;
-- when code that it has imported has changed, or a run needs another Ray.
+- when code that it or a rank has imported has changed, or a run needs another Ray.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -44,6 +43,7 @@ from serve.policies.store import Policy
 from train.config.sections import ResidentConfig
 from train.config.training import TrainConfig
 from train.context import JobContext
+from train.controller.imported_files import ImportedFiles
 from train.launch import ray_of, run_spec
 from train.observe.progress import say
 from train.workers.resident_pools import ResidentPools
@@ -66,7 +66,7 @@ class Residence:
     def __init__(self, listener: Listener, state: Path, owner: int) -> None:
         self._listener, self._state, self._owner = listener, state, owner
         self._since = datetime.now(UTC).isoformat(timespec="seconds")
-        self._code = Imported()
+        self._code = ImportedFiles()
         self._config = ResidentConfig()
         self._started: tuple[Any, ...] | None = None
         self._pools: ResidentPools | None = None
@@ -160,7 +160,7 @@ class Residence:
         os.chdir(folder)
         search_last(context.python_path)
         self._held.enter_context(ray_of(config))
-        self._pools = self._held.enter_context(ResidentPools())
+        self._pools = self._held.enter_context(ResidentPools(self._code))
         self._started = _ray_of(config, context, folder)
 
     def _lend(self, connection: Connection, config: EngineConfig, policy: Policy) -> None:
@@ -242,46 +242,6 @@ class Residence:
     def _note(self, state: str) -> None:
         note = {"process": self._owner, "since": self._since, "state": state}
         replace_file(self._state, json.dumps(note).encode(), private=True)
-
-
-class Imported:
-    """The files that this process has imported, and whether they are as they were."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[int, int, int]] = {}
-        self._began = time.time_ns()
-        self._changed: str | None = None
-        self.note()
-
-    def note(self) -> None:
-        """Take in what has been imported since."""
-        for file in {_file_of(module) for module in list(sys.modules.values())} - self._known.keys() - {None}:
-            assert file is not None
-            with suppress(OSError):
-                self._known[file] = _look_of(file)
-                if self._known[file][0] > self._began:  # maybe after it was imported
-                    self._changed = file
-
-    def changed(self) -> str | None:
-        """Which file is another now, in words; None if none is."""
-        for file, before in self._known.items():
-            try:
-                if _look_of(file) == before:
-                    continue
-            except OSError:
-                pass
-            self._changed = file
-        return None if self._changed is None else f"{self._changed} has changed since it was imported"
-
-
-def _look_of(file: str) -> tuple[int, int, int]:
-    """When it was changed, and what else another file in its place has: one that was unpacked has a time of its own."""
-    found = os.stat(file)
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _file_of(module: ModuleType) -> str | None:
-    return getattr(module, "__file__", None)
 
 
 def _ray_of(config: TrainConfig, context: JobContext, folder: str) -> tuple[Any, ...]:

@@ -206,6 +206,7 @@ def test_resident_workers_rest_lend_their_engine_and_take_the_next_run(tmp_path:
     from loadtests.tiny_model import make_model_folder
     from serve.policies.store import PolicyStore
     from train.config.training import TrainConfig
+    from train.controller.imported_files import ImportedFiles
     from train.workers.resident_pools import ResidentPools
     from train.workers.role_groups import start_groups
 
@@ -224,7 +225,7 @@ def test_resident_workers_rest_lend_their_engine_and_take_the_next_run(tmp_path:
         if DEVICE == "cuda":
             free[when] = device_memory.free_bytes()
 
-    with a_ray(), ResidentPools() as resident:
+    with a_ray(), ResidentPools(ImportedFiles()) as resident:
 
         def run(policy: Any) -> list[list[int]]:
             pools = resident.of(config, policy, policy.path)

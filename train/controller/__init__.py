@@ -19,4 +19,5 @@ has computed). How ranks are reached, which rules and groups don't know: ``ray_p
 an actor process per rank), ``torchrun`` (through torch.distributed, without Ray) with ``torchrun_guard`` (torchrun that
 ends when its parent does), ``rendezvous`` (how ranks find each other,
 and which failures follow from another rank's), ``heartbeat`` (signs of life of ranks and driver, and who misses them).
+Of processes that stay: ``imported_files`` (the code that they have, and whether it has changed).
 """

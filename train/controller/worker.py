@@ -14,6 +14,7 @@ from feedback.processes.freed_memory import give_freed_memory_back
 from train.checkpoint.random_state import seed_all
 from train.controller.dispatch import dispatch, to_all_gathered
 from train.controller.heartbeat import Heartbeat
+from train.controller.imported_files import Look, imported_files
 from train.controller.usage import Device, Usage, peak_memory, reset_peak_memory, this_device
 from train.import_object import import_object
 
@@ -67,6 +68,7 @@ class Workers:
         self.by_role: dict[str, Worker] = {}
         self._heartbeat: Heartbeat | None = None
         self._has_rested = False
+        self._returned: set[str] = set()
 
     def begin_heartbeat(self, folder: Path, name: str, every_s: float) -> None:
         """Give signs of life to whoever watches the run of this folder, until the workers rest or the process ends."""
@@ -88,8 +90,12 @@ class Workers:
         """Give all random numbers of this process the same beginning, however many it has drawn before."""
         seed_all(seed)
 
-    def rest(self) -> None:
-        """Keep the workers until another run, without what was of this one; free memory goes back to the system."""
+    def rest(self) -> dict[str, Look]:
+        """Keep the workers until another run, without what was of this one; free memory goes back to the system.
+
+        Returns:
+            The files of what this process has imported, apart from those that it has returned before.
+        """
         for worker in self.by_role.values():
             worker.rest()
         if self._has_rested:
@@ -102,6 +108,9 @@ class Workers:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         give_freed_memory_back()
+        found = imported_files(self._returned)
+        self._returned |= found.keys()
+        return found
 
     def call(self, role: str, method: str, argument: Any, options: dict[str, Any]) -> Any:
         worker = self.by_role[role]

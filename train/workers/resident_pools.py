@@ -21,6 +21,7 @@ from serve.policies.store import Policy
 from serve.swap.compatibility import identity
 from train.config.context_length import rollout_cache
 from train.config.training import TrainConfig
+from train.controller.imported_files import ImportedFiles
 from train.controller.worker_group import Pool, WorkerError, WorkerGroup
 from train.model.mesh import mesh_sizes
 from train.workers.role_groups import environment, sizes, start_pools
@@ -31,9 +32,14 @@ _REST_S: Final = 30.0  # for an answer of what rests; who asks waits for a minut
 
 
 class ResidentPools:
-    """The pools of one run after another. Use as a context manager, in a Ray that is there: leaving it ends them."""
+    """The pools of one run after another. Use as a context manager, in a Ray that is there: leaving it ends them.
 
-    def __init__(self) -> None:
+    Args:
+        code: takes in what their ranks have imported.
+    """
+
+    def __init__(self, code: ImportedFiles) -> None:
+        self._code = code
         self._started = ExitStack()
         self._pools: dict[str, Pool] = {}
         self._layout: dict[str, Any] | None = None
@@ -107,7 +113,8 @@ class ResidentPools:
 
     def _rest(self, name: str, timeout_s: float | None = None) -> None:
         pool = self._pools[name]
-        pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result(timeout_s)
+        for files in pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result(timeout_s):
+            self._code.add(files)
 
     @property
     def _rollout(self) -> WorkerGroup:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -33,11 +32,11 @@ from evaluation.suites.suite import Suite
 from feedback.processes import resident_socket
 from serve.policies.store import Policy, PolicyStore
 from tests.paths import ROOT
-from tests.train.job_home import job_context, make_home
+from tests.train.job_home import job_context, make_home, metrics_of
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult
+from train.controller.imported_files import ImportedFiles
 from train.launch import JobError, run_job
-from train.resident import Imported
 from train.workers.resident_pools import ResidentPools, rollout_engine
 
 CACHE = {"max_model_len": 64, "kv_cache_bytes": 16 * 2**20}
@@ -269,6 +268,30 @@ def test_a_run_whose_models_wait_while_it_generates_may_come_after_one_that_had_
     assert before["since"] == after["since"]
 
 
+LAZY = """
+def reward(batch):
+    import lazy_helper  # where it is called: in a rank
+
+    return [lazy_helper.OFFSET - len(ids) - 0.01 * sum(ids) for ids in batch["response_token_ids"].to_pylist()]
+"""
+
+
+def test_code_that_a_rank_alone_has_imported_is_seen_to_have_changed(home: Path, runs: dict[str, JobResult]) -> None:
+    def mean_reward(name: str) -> float:
+        config, context = job(home, name, **GRPO, placement={"reward": "all"})
+        assert run_job(config, context.model_copy(update={"reward": "lazy_rewards:reward"})).candidate is not None
+        return metrics_of(home, name)[0]["reward"]
+
+    helper = home / "lazy_helper.py"
+    write_old(home / "lazy_rewards.py", LAZY)
+    write_old(helper, "OFFSET = 0.0\n")
+    assert mean_reward("lazy") < 0
+    write_old(helper, "OFFSET = 1000.0\n", 2)
+    assert mean_reward("lazy-again") > 900
+    log = (home / "logs" / "resident.log").read_text()
+    assert f"lazy-again: the resident workers are started anew: {helper}" in log
+
+
 BY_HAND = """
 import os
 import sys
@@ -366,7 +389,8 @@ def test_an_engine_whose_context_vllm_finds_by_its_cache_is_lent_for_one_with_as
 
     make_home(tmp_path, without_context)
     found = PolicyStore(tmp_path / "policies").get(1)
-    pools, (config, _) = ResidentPools(), job(tmp_path, "unknown", rollout={"max_tokens": 6, "kv_cache_bytes": 2**24})
+    pools = ResidentPools(ImportedFiles())
+    config, _ = job(tmp_path, "unknown", rollout={"max_tokens": 6, "kv_cache_bytes": 2**24})
     pools._engine = rollout_engine(config, found, found.path)
     assert pools.refusal(EngineConfig(kv_cache_bytes=2**24), found) is None
     assert "kv_cache_bytes" in str(pools.refusal(EngineConfig(kv_cache_bytes=2**25), found))
@@ -385,7 +409,8 @@ def test_a_run_whose_tokens_are_labelled_takes_over_no_engine_that_schedules_ahe
 def test_whether_an_engine_has_compiled_counts_only_where_that_is_set(tmp_path: Path) -> None:
     make_home(tmp_path)
     found = PolicyStore(tmp_path / "policies").get(1)
-    pools, (config, _) = ResidentPools(), job(tmp_path, "graphs", **GRPO, rollout={"enforce_eager": False})
+    pools = ResidentPools(ImportedFiles())
+    config, _ = job(tmp_path, "graphs", **GRPO, rollout={"enforce_eager": False})
     pools._engine = rollout_engine(config, found, found.path)  # as a run on a GPU settles it
     judging = {"dtype": config.dtype, "max_num_seqs": config.rollout.max_num_seqs}
     assert "enforce_eager" not in str(pools.refusal(EngineConfig(**judging), found))
@@ -397,7 +422,8 @@ def test_an_engine_in_fp8_is_lent_to_an_evaluation_in_fp8_alone(tmp_path: Path) 
     make_home(tmp_path)
     found = PolicyStore(tmp_path / "policies").get(1)
     fp8 = {"dtype": "bfloat16", "fp8": {"rollout": "fp8_per_channel"}}
-    pools, (config, _) = ResidentPools(), job(tmp_path, "fp8", **GRPO | fp8)
+    pools = ResidentPools(ImportedFiles())
+    config, _ = job(tmp_path, "fp8", **GRPO | fp8)
     pools._engine = rollout_engine(config, found, found.path)
     judging = {"dtype": "bfloat16", "max_num_seqs": config.rollout.max_num_seqs}
     assert "extra {'quantization': 'fp8_per_channel'}, not {}" in str(pools.refusal(EngineConfig(**judging), found))
@@ -612,31 +638,3 @@ def test_who_connects_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.
         assert answer.result() == ("refused", "why")
         for each in (connection, other):
             each.close()
-
-
-def test_code_that_was_imported_is_seen_to_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "imported_by_a_resident.py"
-    file.touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    os.utime(file, ns=(1, 1))
-    importlib.import_module(file.stem)
-    imported = Imported()
-    assert imported.changed() is None
-    os.utime(file, ns=(2, 2))
-    assert imported.changed() == f"{file} has changed since it was imported"
-
-
-def test_code_that_was_replaced_by_some_of_the_same_time_is_seen_to_have_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "unpacked_by_a_deployment.py"
-    file.write_text("REWARD = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    os.utime(file, ns=(1, 1))
-    importlib.import_module(file.stem)
-    imported = Imported()
-    other = tmp_path / "other"
-    other.write_text("REWARD = 2\n")
-    os.utime(other, ns=(1, 1))
-    other.replace(file)
-    assert imported.changed() == f"{file} has changed since it was imported"
