@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig
-from feedback.processes.resident_socket import ask, connect, end_workers, wait_until_gone
+from feedback.processes.resident_socket import ask, connect, end_silent, end_workers, wait_until_gone
 from serve.generation.request import nothing_was_left, sampled_logprobs
 from serve.gpus import smallest_gpu
 from serve.kv_cache import KVCache, available_memory, device_share, fit_batch_engine
@@ -41,6 +41,7 @@ Where = Literal["own", "resident", "cache"]
 """What answered: an engine of the evaluation's own, the resident workers', or files that an earlier evaluation left."""
 
 _PROCESS_BYTES: Final = 3 * 2**29  # of an evaluation's process without weights and KV cache, measured
+_SILENT_S: Final = 120.0  # of workers that are at work and give no sign of it, as where they are stopped
 
 
 class EngineError(RuntimeError):
@@ -308,8 +309,8 @@ class Call:
 class LentEngine(OfflineEngine):
     """The rollout engines of the resident workers, which sleep between two trainings: every method is called there.
 
-    Where they can't answer, as they have died or failed, it goes on in an engine of its own from the same call on,
-    which raises what is wrong with the call itself.
+    Where they can't answer, as they have died, failed or hang, it goes on in an engine of its own from the same call
+    on, which raises what is wrong with the call itself.
     """
 
     where: Where = "resident"
@@ -322,9 +323,8 @@ class LentEngine(OfflineEngine):
         """
         if (connection := connect()) is None:
             return None
-        why = "the resident workers ended"
-        with suppress(EOFError):
-            word, *rest = ask(connection, "lend", config, policy)
+        try:
+            word, *rest = ask(connection, "lend", config, policy, timeout_s=_SILENT_S)
             if word == "lent":
                 return cls._of(connection, policy, config)
             why = rest[0] if rest else f"the resident workers are {word}"
@@ -334,6 +334,11 @@ class LentEngine(OfflineEngine):
                 why += "; they end, as another engine does not fit beside theirs"
                 connection.close()
                 end_workers()
+        except EOFError:
+            why = "the resident workers ended"
+        except TimeoutError as error:
+            why = str(error)
+            end_silent(connection)
         log.warning("policy %s gets an engine of its own: %s", policy.version, why)
         connection.close()
         return None
@@ -401,7 +406,7 @@ class LentEngine(OfflineEngine):
     def _ask(self, *message: Any) -> Any:
         """What the workers answer; None where they can't, and there is an engine of its own from then on."""
         try:
-            word, value = ask(self._connection, *message)
+            word, value = ask(self._connection, *message, timeout_s=_SILENT_S)
             if word == "value":
                 return value
             wait_until_gone(self._connection)  # whoever fails ends, and gives its memory back
@@ -409,6 +414,9 @@ class LentEngine(OfflineEngine):
             value = "they have ended, or taken it back; see resident.log"
             if not _fits_beside(self._policy, self._config):
                 end_workers()
+        except TimeoutError as error:
+            value = str(error)
+            end_silent(self._connection)
         self._connection.close()
         log.warning("policy %s goes on in an engine of its own: %s", self._policy.version, value)
         self._own, self.where = OfflineEngine(self._policy.path, self._config), "own"

@@ -7,7 +7,7 @@ models and optimizers are gone, and engines sleep; nothing but Ray's daemons wak
 it is left:
 
 - when nobody has asked for ``train.resident.idle_seconds``, or the machine's memory runs short meanwhile;
-- when a run or an answer fails, or who asked has gone: the next request gets a new process;
+- when a run or an answer fails, a rank hangs at one, or who asked has gone: the next request gets a new process;
 - when code that it or a rank has imported has changed, or a run needs another Ray.
 """
 
@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
+from select import select
 from typing import Any, Final
 
 import torch
@@ -35,7 +36,7 @@ from evaluation.config import EngineConfig
 from feedback.files import replace_file
 from feedback.processes.exit import SIGNALLED
 from feedback.processes.freed_memory import give_freed_memory_back
-from feedback.processes.resident_socket import GONE_S, Listener, hung_up
+from feedback.processes.resident_socket import GONE_S, SIGN_S, WORKING, Listener, hung_up
 from feedback.processes.signals import stop_requested
 from feedback.user_code import search_last
 from serve.kv_cache import available_memory, machine_memory
@@ -201,7 +202,7 @@ class Residence:
     def _do(self, connection: Connection, word: str, what: Callable[[Any], Any], argument: Any) -> None:
         """Answer with what a call returns. What it raises is said, and raised: the workers are of no further use."""
         try:
-            with self._watched(connection):  # and no longer: who has the answer may go
+            with self._watched(connection, signs=True):  # and no longer: who has the answer may go
                 value = what(argument)
         except BaseException as error:
             with suppress(OSError):
@@ -211,13 +212,19 @@ class Residence:
             connection.send((word, value))
 
     @contextmanager
-    def _watched(self, connection: Connection) -> Iterator[None]:
-        """Stop this process if who asked goes or says so meanwhile; tell others that it is busy."""
+    def _watched(self, connection: Connection, *, signs: bool = False) -> Iterator[None]:
+        """Stop this process if who asked goes or says so meanwhile; tell others that it is busy.
+
+        ``signs``: tell who asked that it is at work.
+        """
         done, finish = os.pipe()
 
         def watch() -> None:
             watched: list[Any] = [*self._listener.sockets, done, connection]
-            while done not in (ready := wait(watched)):
+            while done not in (ready := wait(watched, SIGN_S if signs else None)):
+                if signs and select([], [connection], [], 0)[1]:  # who is stopped reads none
+                    with suppress(OSError):
+                        connection.send((WORKING,))
                 if connection in ready:
                     if not hung_up(connection):  # it waits for its next answer
                         watched.remove(connection)

@@ -13,7 +13,8 @@ Messages are pickled tuples, their first element a word:
       load, Policy | call, Call         → value, … | error, text      until the connection is closed
     end                                   → the connection closes when nothing is left of the workers
 
-A request that comes while another is worked on is answered with ``busy``.
+A request that comes while another is worked on is answered with ``busy``. As long as workers are at work for an
+evaluation, they send it ``working`` every few seconds: who hears nothing knows that they hang.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -48,6 +49,9 @@ _GREETING_S: Final = 10.0
 _OWN: Final = "-own"
 GONE_S: Final = 60.0
 """Until workers that were told to end have ended."""
+WORKING: Final = "working"
+SIGN_S: Final = 5.0
+"""From one sign to the next that workers are at work."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def connect(*, start: bool = False) -> Connection | None:
         connection: Connection = Connection(connecting.detach())
     try:
         if not connection.poll(PATIENCE_S):
-            _end_stopped(name.removesuffix(_OWN) + _OWN)
+            _end_stopped()
             raise EOFError
         with _limited(connection):
             answer_challenge(connection, secret.encode())
@@ -147,8 +151,9 @@ def connect(*, start: bool = False) -> Connection | None:
     return connection
 
 
-def _end_stopped(name: str) -> None:
+def _end_stopped() -> None:
     """Kill workers that did not answer because they are stopped: they would keep all who ask later waiting as long."""
+    name = os.environ.get(ADDRESS, "").partition(":")[0] + _OWN
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as own:
         _limit(own, _GREETING_S)
         try:
@@ -163,10 +168,10 @@ def _end_stopped(name: str) -> None:
 
 
 @contextmanager
-def _limited(connection: Connection) -> Iterator[None]:
+def _limited(connection: Connection, seconds: float | None = None) -> Iterator[None]:
     """Within, what waits for the other side longer than a greeting takes raises OSError: who is silent keeps nobody."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        _limit(same, _GREETING_S)
+        _limit(same, _GREETING_S if seconds is None else seconds)
         yield
         _limit(same, 0.0)
 
@@ -179,15 +184,24 @@ def _limit(connection: socket.socket, seconds: float) -> None:
 
 
 def ask(connection: Connection, *message: Any, timeout_s: float | None = None) -> tuple[Any, ...]:
-    """Send a message; the answer to it. Raises EOFError if the workers end meanwhile, TimeoutError."""
+    """Send a message; the answer to it.
+
+    Raises EOFError if the workers end meanwhile, TimeoutError if there is neither an answer nor a sign that they are at
+    work for ``timeout_s``.
+    """
     try:
-        with suppress(BrokenPipeError, ConnectionResetError):  # who is busy has said so already, and closed
+        limit = nullcontext() if timeout_s is None else _limited(connection, timeout_s)
+        with suppress(BrokenPipeError, ConnectionResetError), limit:  # who is busy has said so already, and closed
             connection.send(message)
-        if not connection.poll(timeout_s):
-            raise TimeoutError(f"the resident workers did not answer {message[0]!r} within {timeout_s:g} s")
-        answer: tuple[Any, ...] = connection.recv()
+        answer: tuple[Any, ...] = (WORKING,)
+        while answer == (WORKING,):
+            if not connection.poll(timeout_s):
+                raise TimeoutError(f"the resident workers did not answer {message[0]!r} within {timeout_s:g} s")
+            answer = connection.recv()
     except (BrokenPipeError, ConnectionResetError) as error:
         raise EOFError from error
+    except BlockingIOError as error:
+        raise TimeoutError(f"the resident workers did not read {message[0]!r} within {timeout_s:g} s") from error
     return answer
 
 
@@ -199,6 +213,14 @@ def end_workers() -> bool:
         connection.send(("end",))
         return wait_until_gone(connection)
     return True
+
+
+def end_silent(connection: Connection) -> None:
+    """Have workers end that should answer and give no sign, and wait until they have: by hanging up, or if they are
+    stopped by force."""
+    hang_up(connection)
+    _end_stopped()
+    wait_until_gone(connection)
 
 
 def hang_up(connection: Connection) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -96,17 +97,29 @@ def test_a_policy_that_differs_in_more_than_weights_or_can_t_be_loaded_gets_an_e
 
 
 @pytest.mark.parametrize(
-    "answer", [None, ("error", "WorkerError: the rollout worker was killed")], ids=["ends", "fails"]
+    ("answer", "waits"),
+    [(None, False), (("error", "WorkerError: the rollout worker was killed"), False), (None, True)],
+    ids=["ends", "fails", "hangs"],
 )
 def test_an_evaluation_goes_on_in_an_engine_of_its_own_where_the_resident_workers_die(
-    tmp_path: Path, suite: Suite, answer: tuple[str, str] | None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    suite: Suite,
+    answer: tuple[str, str] | None,
+    waits: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy = publish(tmp_path, 7)
     ours, theirs = Pipe()
+    if waits:
+        monkeypatch.setattr("evaluation.engine._SILENT_S", 0.1)
 
     def lend_and_die() -> None:
         with theirs:
             theirs.recv()
+            if waits:
+                with suppress(EOFError):  # raised when who asked has hung up
+                    theirs.recv()
             if answer is not None:
                 theirs.send(answer)
 

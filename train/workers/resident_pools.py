@@ -8,9 +8,11 @@ run gives its parent's weights.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from evaluation.config import EngineConfig
@@ -21,13 +23,15 @@ from serve.policies.store import Policy
 from serve.swap.compatibility import identity
 from train.config.context_length import rollout_cache
 from train.config.training import TrainConfig
+from train.controller.heartbeat import Watch
 from train.controller.imported_files import ImportedFiles
-from train.controller.worker_group import Pool, WorkerError, WorkerGroup
+from train.controller.worker_group import Pending, Pool, WorkerError, WorkerGroup
 from train.model.mesh import mesh_sizes
-from train.workers.role_groups import environment, sizes, start_pools
+from train.workers.role_groups import environment, heartbeats, sizes, start_pools
 from train.workers.rollout import RolloutWorker
 
-_LENT_S: Final = 86_400.0  # who asks has a limit of its own, and the workers end with it
+_LENT_S: Final = 86_400.0  # for an answer, while there are signs of life; who asks has a limit of its own
+_TURN_S: Final = 1.0
 _REST_S: Final = 30.0  # for an answer of what rests; who asks waits for a minute
 
 
@@ -45,6 +49,9 @@ class ResidentPools:
         self._layout: dict[str, Any] | None = None
         self._engine: dict[str, Any] | None = None
         self._engine_pool = ""
+        self._config: TrainConfig | None = None
+        self._lent = ExitStack()
+        self._watch: Watch | None = None
 
     def __enter__(self) -> ResidentPools:
         return self
@@ -68,7 +75,7 @@ class ResidentPools:
         if not self._pools:
             self._pools, self._layout = self._started.enter_context(start_pools(config)), layout
         if engine:
-            self._engine, self._engine_pool = engine, config.placement.rollout
+            self._engine, self._engine_pool, self._config = engine, config.placement.rollout, config
         try:
             yield self._pools
         except BaseException:
@@ -99,17 +106,52 @@ class ResidentPools:
         return f"the resident workers' engine has {'; '.join(other)}" if other else None
 
     def load(self, policy: Policy) -> None:
-        """Have the engines answer for this policy. Raises WorkerError, also where it can't be lent at all."""
-        self._rollout.lend_load.start(policy).result(_LENT_S)
+        """Have the engines answer for this policy, until ``take_back``.
+
+        Raises WorkerError, also where they can't be lent at all, or one of their ranks hangs.
+        """
+        if self._watch is None:
+            self._watch = self._lent.enter_context(self._watching())
+        self._answer(self._rollout.lend_load.start(policy))
         self.lend(Call("dtype"))
 
     def lend(self, call: Call) -> Any:
-        """What a call of an engine returns, by all that there are. Raises WorkerError."""
-        return self._rollout.lend.start(call).result(_LENT_S)
+        """What a call of an engine returns, by all that there are. Raises WorkerError, also if a rank hangs."""
+        return self._answer(self._rollout.lend.start(call))
 
     def take_back(self) -> None:
         """Let the engines sleep again."""
+        self._end_loan()
         self._rest(self._engine_pool)
+
+    @contextmanager
+    def _watching(self) -> Generator[Watch]:
+        """Have the ranks of the engines give signs of life in the block, as in a run."""
+        config = self._config
+        assert config is not None
+        pools = {self._engine_pool: self._pools[self._engine_pool]}
+        with TemporaryDirectory(prefix="millrace-lent-") as folder:
+            watch = Watch(Path(folder), config.restarts.silence_s, config.start_timeout_s)
+            with heartbeats(config, pools, Path(folder), _REST_S):
+                yield watch
+
+    def _answer(self, call: Pending) -> Any:
+        """What it returns, waited for as long as its ranks give signs of life. Raises WorkerError."""
+        assert self._watch is not None
+        deadline = time.monotonic() + _LENT_S
+        while True:
+            try:
+                return call.result(_TURN_S)
+            except WorkerError as error:
+                if error.kind != "hung":  # it only has no answer yet
+                    raise
+            late = time.monotonic() > deadline
+            if why := f"no answer within {_LENT_S:g} s" if late else self._watch.hung():
+                raise WorkerError(f"{call.what}: {why}", kind="hung")
+
+    def _end_loan(self) -> None:
+        self._lent.close()
+        self._watch = None
 
     def _rest(self, name: str, timeout_s: float | None = None) -> None:
         pool = self._pools[name]
@@ -121,6 +163,7 @@ class ResidentPools:
         return WorkerGroup(self._pools[self._engine_pool], "rollout", RolloutWorker)
 
     def _end(self) -> None:
+        self._end_loan()
         self._started.close()
         self._pools, self._layout, self._engine = {}, None, None
 

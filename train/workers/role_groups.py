@@ -100,7 +100,7 @@ def start_groups(
     on, algorithm = config.placement, algorithms.load(config.algorithm)
     disaggregated = config.samples and on.rollout != on.actor
     rewards: RewardFunction | None = reward
-    with pools or start_pools(config) as placed, heartbeats(config, placed, folder):
+    with pools or start_pools(config) as placed, heartbeats(config, placed, folder, config.start_timeout_s):
         for name, pool in placed.items():
             arguments = [(PREPARE, config.model)] * pool.layout.ranks
             pool.call(f"model of {name}", "prepare", arguments).result(config.start_timeout_s)
@@ -138,15 +138,17 @@ def start_groups(
 
 
 @contextmanager
-def heartbeats(config: TrainConfig, pools: Mapping[str, Pool], folder: Path | None) -> Generator[None]:
-    """Have all ranks give signs of life in the block."""
+def heartbeats(
+    config: TrainConfig, pools: Mapping[str, Pool], folder: Path | None, timeout_s: float
+) -> Generator[None]:
+    """Have all ranks give signs of life in the block. Raises WorkerError if one has not begun within ``timeout_s``."""
     if folder is None:
         yield
         return
     every_s = interval(config.restarts.silence_s)
     for name, pool in pools.items():
         arguments = [(folder, f"{name}-{rank}", every_s) for rank in range(pool.layout.ranks)]
-        pool.call(f"heartbeat of {name}", "begin_heartbeat", arguments).result(config.start_timeout_s)
+        pool.call(f"heartbeat of {name}", "begin_heartbeat", arguments).result(timeout_s)
     try:
         yield
     finally:

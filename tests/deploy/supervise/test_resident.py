@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -334,18 +335,46 @@ def test_what_is_run_by_hand_beside_a_schedule_asks_its_workers_where_it_would_s
         assert [other.result() for other in others] == ["nobody"] * 3
 
 
+def rank_of(settings: Settings) -> psutil.Process:
+    """The rank of the workers that are there, which have one."""
+    process = psutil.Process(json.loads(settings.path(resident.STATE).read_bytes())["process"])
+    [rank] = [each for each in process.children(recursive=True) if "Host" in each.name() + " ".join(each.cmdline())]
+    return rank
+
+
 @pytest.mark.long
 def test_a_run_gets_new_workers_where_one_was_killed_while_it_slept(
     home: Path, runs: dict[str, JobResult], settings: Settings
 ) -> None:
-    file = settings.path(resident.STATE)
-    process = psutil.Process(json.loads(file.read_bytes())["process"])
-    [rank] = [each for each in process.children(recursive=True) if "Host" in each.name() + " ".join(each.cmdline())]
-    rank.kill()
+    rank_of(settings).kill()
     again = policy(home, run_job(*job(home, "after_kill", **PPO)))
     assert weights(again) == weights(policy(home, runs["fresh"]))
     assert "after_kill: the resident workers are started anew" in (home / "logs" / "resident.log").read_text()
     assert resident.residents(settings) is not None
+
+
+def test_an_evaluation_goes_on_in_an_engine_of_its_own_where_a_rank_of_the_lent_one_hangs(
+    home: Path,
+    runs: dict[str, JobResult],
+    settings: Settings,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is the workers that find it: meanwhile they say that they are at work, and are waited for."""
+    monkeypatch.setattr("evaluation.engine._SILENT_S", 9.0)
+    restarts = CONFIG["restarts"] | {"silence_s": 12}
+    assert run_job(*job(home, "hangs", **PPO, restarts=restarts)).candidate is not None
+    one = policy(home, runs["second"])
+    with OfflineEngines(ENGINE) as engines:
+        lent = engines.of(one)
+        assert engines.where == "resident"
+        rank_of(settings).suspend()
+        found = done(lent)
+        assert engines.where == "own"
+    with OfflineEngine(one.path, ENGINE) as own:
+        assert same(found, done(own))
+    assert "has given no sign of life for 12 s (train.restarts.silence_s)" in caplog.text
+    assert gone(lambda: resident.residents(settings) is None)
 
 
 def test_nothing_of_a_run_that_was_stopped_for_its_health_is_kept(
@@ -616,6 +645,56 @@ def test_workers_that_are_stopped_while_they_rest_are_waited_for_once(
             assert workers.poll() == code
         finally:
             workers.kill()
+
+
+SILENT = """
+import os, signal
+from feedback.processes.resident_socket import Listener
+listener = Listener.inherited(os.dup(0))
+print("here", flush=True)
+with listener.accept(60) as connection:
+    connection.recv()
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_workers_that_stop_before_they_answer_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = resident_socket.listen()
+    assert listener is not None
+    monkeypatch.setenv(resident_socket.ADDRESS, listener.address)
+    command = [sys.executable, "-P", "-c", SILENT]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with (
+        listener.owners as owners,
+        subprocess.Popen(command, stdin=owners, stdout=subprocess.PIPE, env=environment) as workers,
+    ):
+        try:
+            assert workers.stdout is not None
+            assert workers.stdout.readline() == b"here\n"
+            connection = resident_socket.connect()
+            assert connection is not None
+            with connection:
+                with pytest.raises(TimeoutError):
+                    resident_socket.ask(connection, "lend", timeout_s=0.1)
+                assert gone(lambda: psutil.Process(workers.pid).status() == psutil.STATUS_STOPPED)
+                resident_socket.end_silent(connection)
+            assert workers.wait(20) == -signal.SIGKILL
+        finally:
+            workers.kill()
+
+
+def test_workers_are_waited_for_as_long_as_they_say_that_they_are_at_work() -> None:
+    ours, theirs = Pipe()
+    with ours, theirs:
+        for word in (resident_socket.WORKING, resident_socket.WORKING):
+            theirs.send((word,))
+        theirs.send(("value", 1))
+        assert resident_socket.ask(ours, "call", timeout_s=60) == ("value", 1)
+        theirs.send((resident_socket.WORKING,))
+        with pytest.raises(TimeoutError, match=r"did not answer 'call' within 0\.1 s"):
+            resident_socket.ask(ours, "call", timeout_s=0.1)
+        with pytest.raises(TimeoutError, match=r"did not read 'call' within 0\.1 s"):
+            resident_socket.ask(ours, "call", b"prompts" * 2**20, timeout_s=0.1)
 
 
 def test_who_connects_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
