@@ -7,7 +7,7 @@ engine: ``weight_update`` (what is called inside vLLM's worker), ``standby_weigh
 exchange with the one that serves), ``adapters`` (low-rank adapters beside them).
 
 What comes out: ``response_collector`` (vLLM's scheduler: sends whole responses, and notes which policy sampled which
-token), ``per_request_logprobs`` (vLLM's sampler, mended where one request asks for the logprobs of certain tokens),
+token), ``per_request_logprobs`` (vLLM's sampler, for each request with the logprobs that it asks for, and no more),
 ``offline_worker`` (an evaluation's other weights, and its log-probabilities of given tokens at another temperature),
 ``detokenizer`` (text of tokens while they come), ``stat_logger`` (the engine's newest numbers, for admission and
 metrics). For /v1: ``openai`` (vLLM's own OpenAI handlers over our engine). For training: ``tool_calls`` (calls in a

@@ -134,10 +134,10 @@ USES: Final = {
         "serve.vllm.weight_update: which experts those are",
     ),
     "vllm.v1.sample.sampler": (
-        "Sampler.gather_specific_token_logprobs TopKTopPSampler",
+        "Sampler.gather_specific_token_logprobs Sampler.gather_logprobs TopKTopPSampler",
         "serve.vllm.per_request_logprobs: one request's certain tokens overwrite others' logprobs in its step "
-        "(vllm-project/vllm#51789). serve.vllm.boot: which logprobs a sampler returns is fixed at an engine's start, "
-        "and training's engine answers for evaluations too",
+        "(vllm-project/vllm#51789), and sampled tokens are ranked where nobody asks for it. serve.vllm.boot: which "
+        "logprobs a sampler returns is fixed at an engine's start, and training's engine answers for evaluations too",
     ),
     "vllm.v1.worker.gpu_model_runner": (
         "GPUModelRunner._get_prompt_logprobs_dict",

@@ -1,8 +1,10 @@
-"""vLLM's sampler, mended where one request of a step asks for the logprobs of certain tokens.
+"""vLLM's sampler, which looks for no more than was asked for, and for that of each request.
 
-vLLM's V1 runner then answers all requests of that step with such logprobs: one that asked for its likeliest tokens gets
-token 0 at -inf instead of them, and where it sampled token 0, that stands for the logprob it was sampled at
-(https://github.com/vllm-project/vllm/pull/51789). The V2 runner has another sampler, which keeps requests apart.
+Where one request of a step asks for the logprobs of certain tokens, vLLM's V1 runner answers all requests of that step
+with such logprobs: one that asked for its likeliest tokens gets token 0 at -inf instead of them, and where it sampled
+token 0, that stands for the logprob it was sampled at (https://github.com/vllm-project/vllm/pull/51789). And where all
+ask for the sampled token's logprob alone, as Millrace does, it ranks that token among all others. The V2 runner has
+another sampler, which keeps requests apart.
 
 The engine's process imports this module.
 """
@@ -23,11 +25,25 @@ class PerRequestLogprobs(Sampler):
     """The sampler that answers each request with the logprobs it asked for."""
 
     _most: int | None = None  # likeliest tokens that a request of this step asked for
+    _sampling = False
 
     def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any) -> Any:
-        self._most = sampling_metadata.max_num_logprobs
-        output: SamplerOutput = super().forward(logits, sampling_metadata, *args, **kwargs)
+        self._most, self._sampling = sampling_metadata.max_num_logprobs, True
+        try:
+            output: SamplerOutput = super().forward(logits, sampling_metadata, *args, **kwargs)
+        finally:
+            self._sampling = False
         return output
+
+    def gather_logprobs(self, logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        """As vLLM's; of sampled tokens without any likeliest one, their ranks are not counted, and are 0.
+
+        ``logprobs``: [tokens, vocabulary]; ``token_ids``: int64 [tokens].
+        """
+        if num_logprobs or not self._sampling:
+            return super().gather_logprobs(logprobs, num_logprobs, token_ids)
+        columns = token_ids.unsqueeze(-1)
+        return LogprobsTensors(columns.to(torch.int32), logprobs.gather(-1, columns), torch.zeros_like(token_ids))
 
     def gather_specific_token_logprobs(
         self, logprobs: torch.Tensor, logprob_token_ids: dict[int, list[int]], sampled: torch.Tensor

@@ -9,6 +9,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
 
 from serve.vllm.per_request_logprobs import PerRequestLogprobs
 
@@ -60,3 +61,22 @@ def test_each_row_of_a_step_has_the_logprobs_that_its_request_asked_for(asked: d
         assert all(
             value == expected[row, 0] for token, value in zip(tokens, tensors.logprobs[row], strict=False) if token == 0
         )
+
+
+def test_where_only_sampled_tokens_logprobs_are_asked_for_they_are_vllms_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not looked for among all others."""
+    logits = torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    vllms = Sampler.gather_logprobs(logits.log_softmax(-1), 0, logits.argmax(-1))
+    monkeypatch.setattr("vllm.v1.sample.sampler.batched_count_greater_than", None)
+    ours = sample(logits, {}, 0)
+    torch.testing.assert_close(ours.logprobs, vllms.logprobs, rtol=0, atol=0)
+    for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"):
+        assert getattr(ours, name).shape == getattr(vllms, name).shape
+        assert getattr(ours, name).dtype == getattr(vllms, name).dtype
+    assert ours.logprob_token_ids.tolist() == vllms.logprob_token_ids.tolist()
+
+
+def test_the_rank_of_a_prompts_token_is_counted_still() -> None:
+    logprobs = torch.tensor([[0.0, -1.0, -2.0]])
+    found = PerRequestLogprobs("processed_logprobs").gather_logprobs(logprobs, 0, torch.tensor([2]))
+    assert found.selected_token_ranks.tolist() == [3]
