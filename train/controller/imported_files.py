@@ -51,16 +51,22 @@ class ImportedFiles:
 def imported_files(known: Collection[str] = ()) -> dict[str, Look]:
     """The files of the modules that this process has imported, but for ``known`` ones, and how they look now.
 
-    Without the code that torch's compiler writes and runs: its modules have no spec.
+    Without the code that compilers write and run: torch's, in part without a spec, and Triton's.
     """
     found: dict[str, Look] = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if file is None or file in known or getattr(module, "__spec__", None) is None:
+        if file is None or file in known or getattr(module, "__spec__", None) is None or _is_compiled(file):
             continue
         with suppress(OSError):
             found[file] = _look_of(file)
     return found
+
+
+def _is_compiled(file: str) -> bool:
+    set_ = [os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")]
+    caches = tuple(os.path.join(cache, "") for cache in set_ if cache)
+    return "/torchinductor_" in file or "/.triton/" in file or file.startswith(caches)
 
 
 def _look_of(file: str) -> Look:

@@ -122,7 +122,7 @@ class ResidentPools:
     def take_back(self) -> None:
         """Let the engines sleep again."""
         self._end_loan()
-        self._rest(self._engine_pool)
+        self._rest(self._engine_pool, _REST_S)
 
     @contextmanager
     def _watching(self) -> Generator[Watch]:

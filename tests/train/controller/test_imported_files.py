@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import time
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -62,6 +63,22 @@ def test_code_that_a_compiler_writes_and_runs_is_not_watched(tmp_path: Path, mon
     module = ModuleType("written_by_a_compiler")  # as torch._inductor does
     module.__file__ = str(file)
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert str(file) not in imported_files()
+    imported.note()
+    assert imported.changed() is None
+
+
+@pytest.mark.parametrize("cache", ["torchinductor_root/ab", ".triton/cache/cd", "set/ef"])
+def test_a_library_that_a_compiler_loads_as_a_module_is_not_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "set"))
+    file = tmp_path / cache / "launcher.py"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    imported, spec = ImportedFiles(), spec_from_file_location("launcher", file)
+    assert spec is not None
+    monkeypatch.setitem(sys.modules, "launcher", module_from_spec(spec))
     assert str(file) not in imported_files()
     imported.note()
     assert imported.changed() is None
