@@ -195,7 +195,7 @@ def ask(connection: Connection, *message: Any, timeout_s: float | None = None) -
             connection.send(message)
         answer: tuple[Any, ...] = (WORKING,)
         while answer == (WORKING,):
-            if not connection.poll(timeout_s):
+            if timeout_s is not None and _is_silent(connection, timeout_s):
                 raise TimeoutError(f"the resident workers did not answer {message[0]!r} within {timeout_s:g} s")
             answer = connection.recv()
     except (BrokenPipeError, ConnectionResetError) as error:
@@ -203,6 +203,16 @@ def ask(connection: Connection, *message: Any, timeout_s: float | None = None) -
     except BlockingIOError as error:
         raise TimeoutError(f"the resident workers did not read {message[0]!r} within {timeout_s:g} s") from error
     return answer
+
+
+def _is_silent(connection: Connection, seconds: float) -> bool:
+    """Whether nothing comes for so long. In turns: a machine that stood still meanwhile has missed one of them."""
+    while seconds > 0:
+        turn = min(SIGN_S, seconds)
+        if connection.poll(turn):
+            return False
+        seconds -= turn
+    return True
 
 
 def end_workers() -> bool:

@@ -361,8 +361,8 @@ def test_an_evaluation_goes_on_in_an_engine_of_its_own_where_a_rank_of_the_lent_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is the workers that find it: meanwhile they say that they are at work, and are waited for."""
-    monkeypatch.setattr("evaluation.engine._SILENT_S", 9.0)
-    restarts = CONFIG["restarts"] | {"silence_s": 12}
+    monkeypatch.setattr("evaluation.engine._SILENT_S", 15.0)
+    restarts = CONFIG["restarts"] | {"silence_s": 18}
     assert run_job(*job(home, "hangs", **PPO, restarts=restarts)).candidate is not None
     one = policy(home, runs["second"])
     with OfflineEngines(ENGINE) as engines:
@@ -373,7 +373,7 @@ def test_an_evaluation_goes_on_in_an_engine_of_its_own_where_a_rank_of_the_lent_
         assert engines.where == "own"
     with OfflineEngine(one.path, ENGINE) as own:
         assert same(found, done(own))
-    assert "has given no sign of life for 12 s (train.restarts.silence_s)" in caplog.text
+    assert "has given no sign of life for 18 s (train.restarts.silence_s)" in caplog.text
     assert gone(lambda: resident.residents(settings) is None)
 
 
