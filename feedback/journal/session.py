@@ -45,7 +45,7 @@ class _OpenSegment:
     unsynced_messages: int = 0
 
     def old_at(self, config: JournalConfig) -> float:
-        """The time of ``time.monotonic`` at which it is to be closed: later if repeating the open streams takes long."""
+        """The time of ``time.monotonic`` at which it is to be closed: later if repeating open streams takes long."""
         return self.opened + max(config.segment_seconds, min(self.repeat_s / REPEATING, LONGEST_S))
 
 

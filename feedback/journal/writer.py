@@ -102,8 +102,9 @@ class Journal:
     async def append(self, table: str, *rows: dict[str, Any]) -> None:
         """Return when the rows are on disk: one commit takes all of them, or none where the queue or the disk refuses.
 
-        Raises RowError for a row that does not fit, which is left out alone, JournalFull if the queue stays full, JournalBroken if the disk
-        fails or hangs. After JournalFull no row is recorded. A caller that is cancelled leaves its rows to be recorded.
+        Raises RowError for a row that does not fit, which is left out alone, JournalFull if the queue stays full,
+        JournalBroken if the disk fails or hangs. After JournalFull no row is recorded. A caller that is cancelled
+        leaves its rows to be recorded.
         """
         for row in rows:
             check_row(table, row)

@@ -97,8 +97,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     A head that is not whole after ``HEAD_BYTES`` gets 431, one that is not after ``HEAD_TIMEOUT_S`` no answer. Trailers
     and chunk extensions have as many bytes, and are dropped. Of a request that was answered before it was whole,
-    ``REST_BYTES`` are read, for ``REST_TIMEOUT_S``. ``PIPELINED`` requests may wait for the one before them. Of an answer
-    that is not sent whole, the client must take ``SENT_BYTES`` more every ``SEND_S``. A connection beyond those that the
+    ``REST_BYTES`` are read, for ``REST_TIMEOUT_S``. ``PIPELINED`` requests may wait for the one before them. Of an
+    answer the client takes ``SENT_BYTES`` more every ``SEND_S``, or the rest. A connection beyond those that the
     process may have files for is closed at once: the journal needs files too.
     """
 

@@ -921,7 +921,9 @@ class Swapper:
                 await self.engine.resume(config.hold_timeout_s)
             self._base = self._serving = base
             if adapter is not None:
-                self._serving = await self._read(adapter.policy.version)  # verified anew for the same reason
+                if not await asyncio.to_thread(_untouched, adapter):
+                    adapter = await self._read(adapter.policy.version)
+                self._serving = adapter
                 await self.engine.put_adapter(self._serving, config.prepare_timeout_s)
                 self.engine.serve(adapter.policy.version)
         except Exception as failure:  # noqa: BLE001 - the end of the line: the engine must not go on with unknown weights
