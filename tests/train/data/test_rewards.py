@@ -287,7 +287,7 @@ def test_a_model_is_freed_with_the_reward_that_it_was_of(model: Path) -> None:
     assert found.values[0] is not None
     for thread in threading.enumerate():
         if thread.name == "reward":  # it has answered, and may not have ended
-            thread.join()
+            thread.join(10)
     [known] = [weakref.ref(each) for each in models_there() if each not in others]
     gc.disable()
     try:
