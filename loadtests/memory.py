@@ -53,8 +53,11 @@ def growth(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     stayed = set[tuple[int, float]](counted[0]).intersection(*counted[1:])
     if not stayed:
         return {}
-    names = sorted({counted[0][key][0] for key in stayed})
-    series = {of: [sum(one[key][1] for key in stayed if one[key][0] == of) for one in counted] for of in names}
+    named = {key: counted[0][key][0] for key in stayed}  # what Ray's workers are called says what they do at the moment
+    series = {
+        of: [sum(one[key][1] for key in stayed if named[key] == of) for one in counted]
+        for of in sorted(set(named.values()))
+    }
     series["all"] = list(np.sum([*series.values()], axis=0))
     return {of: _line(mib) for of, mib in series.items()}
 

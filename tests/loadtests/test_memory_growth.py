@@ -44,7 +44,8 @@ def test_growth_is_that_of_the_processes_that_stay() -> None:
     """One grows by 2 MiB a sample, one stays as it is, a third comes and goes; the first samples don't count."""
     samples = [{(1, 0.0): ("api", 1000.0 - i)} for i in range(memory.SETTLED)]
     for i in range(20):
-        one: memory.Sample = {(1, 0.0): ("api", 500.0 + 2 * i), (2, 0.0): ("engine", 300.0)}
+        title = "engine at work" if i % 3 == 2 else "engine"
+        one: memory.Sample = {(1, 0.0): ("api", 500.0 + 2 * i), (2, 0.0): (title, 300.0)}
         samples.append(one | ({(3, float(i)): ("api", 70.0)} if i % 2 else {}))
     found = memory.growth(samples)
     assert found["api"] == {"mib_first": 500, "mib_last": 538, "mib_each": 2, "mib_each_interval": [2, 2]}
