@@ -498,6 +498,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to leave all of it; emptied first")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more settings")
     arguments = parser.parse_args()
+    if arguments.cycles < 1:
+        parser.error("--cycles: at least 1, which the figures are of")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.folder or Path(temporary) / "loop").absolute()
         shutil.rmtree(folder, ignore_errors=True)
