@@ -9,7 +9,7 @@ For all of them: ``config`` (settings of the journal, the lake, feedback and sco
 every group of settings, here and elsewhere), ``files`` (the only place that writes atomically, fsyncs or locks),
 ``ids`` (time-ordered ids, UUID version 7), ``sampling_parameters`` (which distribution a response was sampled from),
 ``user_code`` (where the user's own modules are found), ``trusted_code`` (code that comes with a model, and the consent
-to run it), ``processes`` (how they begin, end and reach each other).
+to run it), ``tokenizers`` (of models' folders), ``processes`` (how they begin, end and reach each other).
 """
 
 import logging

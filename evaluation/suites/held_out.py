@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from evaluation.suites.suite import Item, Suite
-from feedback.trusted_code import trusted
+from feedback.tokenizers import load_tokenizer
 from serve.policies.store import OWN
 
 HELD_OUT: Final = "of a held-out suite"
@@ -201,10 +201,8 @@ class HeldOut:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
         assert self.policy is not None
-        return AutoTokenizer.from_pretrained(self.policy, trust_remote_code=trusted(self.policy))
+        return load_tokenizer(self.policy)
 
 
 _KNOWN: Final[dict[bytes, tuple[frozenset[bytes], frozenset[str]]]] = {}

@@ -19,7 +19,7 @@ from evaluation.suites.held_out import HeldOut, prompt_key
 from evaluation.suites.suite import Item, SuiteError, drawn_id
 from feedback.lake.erasure_registry import meant_by_pending, needed_columns
 from feedback.lake.tables import Lake
-from feedback.trusted_code import trusted
+from feedback.tokenizers import load_tokenizer
 from serve.generation.tokenizer import Text
 
 NEWEST: Final = 50_000
@@ -87,13 +87,11 @@ def sample(
     Raises:
         TooFewPrompts, feedback.lake.tables.LakeError.
     """
-    from transformers import AutoTokenizer
-
     rows: pa.Table = lake.read(lambda views: views.sql(_PROMPTS).to_arrow_table(), tables=("interactions",))
     rows = rows.filter(pc.invert(meant_by_pending(lake, "interactions", rows))).select(_COLUMNS)
     held_out, text = (
         HeldOut(policy=policy, share=share),
-        Text(AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))),
+        Text(load_tokenizer(policy)),
     )
     left_out: Counter[str] = Counter()
     conversations: dict[str, list[Item]] = defaultdict(list)

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
+from feedback.tokenizers import rust_part
+
 CONTEXT_TOKENS: Final = 6  # of the prompt, that the first response tokens are decoded together with
 _HALF: Final = "\ufffd"  # what bytes decode to that are no whole character
 _MOST_HALVES: Final = 16  # tokens at the end of a prompt that may be no whole character, for it to be a context at all
@@ -27,13 +29,7 @@ class Text:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._fast: Any = None
-        if (fast := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-            from tokenizers import Tokenizer
-
-            self._fast = Tokenizer.from_str(fast.to_str())
-            self._fast.no_truncation()  # leftovers of the last call before it was saved
-            self._fast.no_padding()
+        self._fast = rust_part(tokenizer)
         self.longest_token = max(len(token) for token in tokenizer.get_vocab())
         """Characters; a text of more than these times the context's tokens doesn't fit, whatever it says."""
 

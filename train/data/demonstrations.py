@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from feedback.tokenizers import load_tokenizer
 from feedback.trusted_code import trusted
 
 
@@ -23,10 +24,8 @@ class DemonstrationTokenizer:
     """
 
     def __init__(self, policy: Path) -> None:
-        from transformers import AutoTokenizer
-
         self.policy = policy
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))
+        self.tokenizer: Any = load_tokenizer(policy)
         added = self.tokenizer.added_tokens_decoder
         self.special = {*self.tokenizer.all_special_ids, *(token for token, of in added.items() if of.special)}
 

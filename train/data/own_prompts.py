@@ -13,6 +13,7 @@ from evaluation.suites.suite import Suite
 from feedback.datasets import Prompt
 from feedback.exchange import record_files, trl
 from feedback.exchange.record_files import Record, RecordError
+from feedback.tokenizers import load_tokenizer
 from feedback.trusted_code import trusted
 from serve.generation.tokenizer import Text
 from train.config.sections import PromptSource
@@ -57,9 +58,9 @@ def read_all(
     Raises:
         RecordError: a file can't be read, or a line or row of it is broken; it is named.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))
+    tokenizer = load_tokenizer(policy)
     model = AutoConfig.from_pretrained(policy, trust_remote_code=trusted(policy))
     text, seen, found = Text(tokenizer), set[tuple[int, ...]](), []
     vocabulary = model.get_text_config().vocab_size
@@ -98,9 +99,7 @@ def of_suite(suite: Suite, policy: Path, longest: int) -> list[Prompt]:
     Raises:
         ValueError: an item has more than ``longest`` tokens, or is one that the tokenizer or chat template fails on.
     """
-    from transformers import AutoTokenizer
-
-    text, found = Text(AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))), []
+    text, found = Text(load_tokenizer(policy)), []
     for item in suite.items:
         where = f"train.evaluate_suite={suite.path}, line {suite.lines[item.id]}"
         try:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from feedback.scoring.sources.reward_model import encode
-from feedback.trusted_code import trusted
+from feedback.tokenizers import load_tokenizer
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.data.demonstrations import UnfitTextError
@@ -30,7 +29,7 @@ class ScoringReader(Reader):
 
     def __init__(self, policy: Path, config: TrainConfig) -> None:
         super().__init__(policy, config)
-        self.tokenizer = AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))
+        self.tokenizer = load_tokenizer(policy)
         self.longest = min(self.longest, self.tokenizer.model_max_length)
 
     def item(self, row: Mapping[str, Any], responses: list[Response]) -> Item:

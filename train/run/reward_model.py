@@ -22,6 +22,7 @@ from evaluation.statistics.intervals import paired_bootstrap, wilson
 from feedback.config import ModelConfig
 from feedback.files import link_or_copy
 from feedback.scoring.sources.reward_model import CALIBRATION, RewardModel
+from feedback.tokenizers import load_tokenizer
 from feedback.trusted_code import code_files, trusted
 from serve.policies.store import Policy, PolicyStore, StalePointer
 from train.config.training import TrainConfig
@@ -152,9 +153,9 @@ def read_as_trained(folder: Path) -> None:
     Its padding token is the tokenizer's, and token types, which some architectures add to their embeddings and no
     policy was trained with, are not made.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted(folder))
+    tokenizer = load_tokenizer(folder)
     if tokenizer.pad_token_id is not None:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted(folder))
         config.get_text_config().pad_token_id = tokenizer.pad_token_id

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
+from feedback.tokenizers import load_tokenizer
 from feedback.trusted_code import trusted
 from serve.generation.tokenizer import Text
 from serve.kv_cache import token_bytes
@@ -25,7 +26,7 @@ class HfRolloutWorker(Worker):
     def __init__(self, *, policy: Path, config: TrainConfig, seed: int, **peers: object) -> None:
         super().__init__(**peers)  # type: ignore[arg-type]
         r = config.rollout
-        self.text = Text(AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy)))
+        self.text = Text(load_tokenizer(policy))
         self.stop = stop_tokens(policy, self.text.tokenizer.eos_token_id)
         self.context = longest_context(r, policy)
         self.cache = rollout_cache(config, policy).size

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoTokenizer
 
 from evaluation.engine import Call, OfflineEngine
 from feedback.datasets import Prompt
-from feedback.trusted_code import trusted
+from feedback.tokenizers import load_tokenizer
 from serve.generation.tokenizer import Text
 from serve.policies.folder import fingerprint
 from serve.policies.store import Policy
@@ -84,9 +83,7 @@ class RolloutWorker(Worker):
         if isinstance(self.before, RolloutWorker):
             self.llm, self.asleep = self.before.llm, self.before.asleep
             self.before.sampling.abort()  # of a run that has failed
-            self.text = Text(
-                AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy))
-            )  # it may have another chat template
+            self.text = Text(load_tokenizer(policy))  # it may have another chat template
             with self._awake():
                 load_files(self.llm, policy)
         else:

@@ -14,7 +14,7 @@ from deploy.commands.common import date_and_time, json_out, pass_settings, utc, 
 from deploy.config.root import Settings
 from feedback.exchange import ExportForm, ImportForm, Style
 from feedback.processes.signals import stop_on_signals
-from feedback.trusted_code import trusted
+from feedback.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from feedback.exchange.imports import Tokenise
@@ -159,8 +159,6 @@ def import_(
 
 def _tokenise(settings: Settings) -> Tokenise:
     """Prompts as the server would have them of the policy that serves. Raises click.UsageError if none does."""
-    from transformers import AutoTokenizer
-
     from feedback.exchange.record_files import RecordError
     from serve.generation.tokenizer import Text
 
@@ -169,7 +167,7 @@ def _tokenise(settings: Settings) -> Tokenise:
     if pointer is None:
         raise click.UsageError("no policy serves, whose tokenizer prompts need: run `millrace init --model FOLDER`")
     policy = store.get(pointer.version).path
-    text = Text(AutoTokenizer.from_pretrained(policy, trust_remote_code=trusted(policy)))
+    text = Text(load_tokenizer(policy))
 
     def tokenise(prompt: Any) -> tuple[str, str | None, list[int]]:
         if not isinstance(prompt, str) and not text.has_chat_template:

@@ -24,6 +24,7 @@ import pyarrow as pa
 from feedback.config import ClassifierConfig
 from feedback.files import ERASURES
 from feedback.scoring.sources.rules import Reasons, Values
+from feedback.tokenizers import load_tokenizer
 from feedback.trusted_code import trusted
 
 log = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class RewardModel:
 
     def _load(self) -> None:
         import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoModelForSequenceClassification
 
         device = self.config.device
         if device == "auto":
@@ -140,7 +141,7 @@ class RewardModel:
                 f"reward model {self.config.name}: no GPU for device {device}; set it to cpu or auto"
             )
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=trusted(self.folder))
+            self._tokenizer = load_tokenizer(self.folder)
             with torch.random.fork_rng(devices=[]):  # training's random numbers are its own
                 model, report = AutoModelForSequenceClassification.from_pretrained(
                     self.folder,
