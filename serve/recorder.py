@@ -125,7 +125,8 @@ class Recorder:
             with _problems():
                 kept = row if self._redaction is None else await self._redaction.feedback(row)
                 lasts = [session_rows(kept, response_ids[:last])[-1] for last in range(len(response_ids), 0, -1)]
-                before = next((last for last in lasts if self._seen.check(last) == "same"), lasts[0])
+                verdicts = await self._seen.check_all(lasts)
+                before = next((last for last, found in zip(lasts, verdicts, strict=True) if found == "same"), lasts[0])
                 if (verdict := await self._seen.compare(before)) != "new":
                     return verdict
         *earlier, last_row = session_rows(row, response_ids)

@@ -60,6 +60,7 @@ class Scheduler:
         self._overlap_reported: set[str] = set()
         self._experiment_trouble: str | None = None
         self._ledger: Ledger | None = None
+        self._unfinished = set[Any]()  # numbers of experiments
         self._before = {record.number for record in records.load_all(settings)}
         logging.getLogger("apscheduler").setLevel(logging.ERROR)  # _report prints what it warns of
         # Its jobs run one at a time each, and missed runs of one become one, as is APScheduler's default.
@@ -201,9 +202,12 @@ class Scheduler:
         """Whether the ledger has an experiment's start without its end."""
         if self._ledger is None:
             self._ledger = self._settings.ledger()
-        bodies = [entry.body for entry in self._ledger.entries() if entry.kind == "experiment"]
-        started, ended = ({body.get("number") for body in bodies if body.get("event") == e} for e in ("start", "end"))
-        return bool(started - ended)
+        for entry in self._ledger.unread():
+            if entry.kind == "experiment" and entry.body.get("event") == "start":
+                self._unfinished.add(entry.body.get("number"))
+            elif entry.kind == "experiment" and entry.body.get("event") == "end":
+                self._unfinished.discard(entry.body.get("number"))
+        return bool(self._unfinished)
 
     def _report_trouble(self, trouble: str) -> None:
         if trouble != self._experiment_trouble:

@@ -31,6 +31,7 @@ from deploy.loop.records import CycleRecord
 from deploy.monitoring.traffic import TrafficReader
 from deploy.notify.webhooks import failures
 from evaluation.decisions.history import History, hypothesis
+from evaluation.decisions.ledger import LedgerError
 from evaluation.decisions.plan import declared
 from evaluation.statistics import error_budget
 from feedback.files import is_locked, newest_first
@@ -58,7 +59,7 @@ class LoopMetrics(Collector):
         self._cycles = cycles
         self._ended: dict[Path, CycleRecord] = {}
         self._ended_experiments: dict[int, Experiment] = {}
-        self._ledger, self._history, self._counted = settings.ledger(), History(), 0
+        self._read_ledger_anew()
         self._errors: dict[str, str] = {}
         self._parts: dict[str, Callable[[], Iterable[Metric]]] = {
             "cycles": self._of_cycles,
@@ -71,6 +72,12 @@ class LoopMetrics(Collector):
             "gpu": self._of_gpus,
             "disk": self._of_disks,
         }
+
+    def _read_ledger_anew(self) -> None:
+        """What is kept of it is what is shown: its entries have thousands of prompts' hashes."""
+        self._ledger = self._settings.ledger()
+        self._verdicts: Counter[str] = Counter()
+        self._events: list[error_budget.Event] = []
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: it is not read while it is registered."""
@@ -138,18 +145,21 @@ class LoopMetrics(Collector):
             yield _value("due_timestamp_seconds", "When the next cycle is, or was, due at the latest.", latest)
 
     def _of_gate(self) -> Iterator[Metric]:
-        entries = self._ledger.entries()
-        for entry in entries[self._counted :]:
-            self._history.add(entry)
-            self._counted += 1
-        verdicts = Counter(found.verdict for race in self._history.races.values() for _, found in race)
-        yield _counters("verdicts", "Verdicts of the gate.", "verdict", {name: verdicts[name] for name in VERDICTS})
+        try:
+            new = History.of(self._ledger.unread())
+        except LedgerError:
+            self._read_ledger_anew()
+            raise
+        self._verdicts.update(found.verdict for race in new.races.values() for _, found in race)
+        self._events += new.events
+        verdicts = {name: self._verdicts[name] for name in VERDICTS}
+        yield _counters("verdicts", "Verdicts of the gate.", "verdict", verdicts)
         budget = declared(self._settings.evaluation.gate)
-        given = error_budget.given(self._history.events)
+        given = error_budget.given(self._events)
         spent = given[-1].spent if given else 0.0
         yield _value("error_budget", "Error that all cycles together may make (alpha).", budget.alpha)
         yield _value("error_budget_left", "What of it is not spent.", max(0.0, budget.alpha - spent))
-        level = self._history.level(budget, hypothesis("another", "one"))
+        level = error_budget.level(budget, self._events, hypothesis("another", "one"))
         yield _value("error_budget_next_level", "Level of the next candidate; at 0 none can pass.", level)
 
     def _of_policies(self) -> Iterator[Metric]:

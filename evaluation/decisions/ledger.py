@@ -104,6 +104,7 @@ class Ledger:
         self.file = folder / "decisions.jsonl"
         self._entries: list[Entry] = []
         self._read = 0  # bytes of whole lines
+        self._given = 0  # entries that ``unread`` has returned, whose bodies are not kept
 
     def entries(self) -> list[Entry]:
         """All entries so far, oldest first. Raises LedgerDamaged naming the first line that is not as it was written.
@@ -111,6 +112,21 @@ class Ledger:
         Also if the last ones are gone, or are not signed with the key. What this object has read before is not read
         again, so a change behind its back shows in another one.
         """
+        assert not self._given, "this ledger is read by ``unread``"
+        return self._checked()
+
+    def unread(self) -> list[Entry]:
+        """The entries that it has not returned yet, oldest first; raises as ``entries``, which can't be called then.
+
+        For who stays long: an object that is asked for all ``entries`` holds the whole history, and this one its
+        hashes.
+        """
+        found, before = self._checked(), self._given
+        self._entries[before:] = [entry.model_copy(update={"body": {}}) for entry in found[before:]]
+        self._given = len(found)
+        return found[before:]
+
+    def _checked(self) -> list[Entry]:
         found = self._read_on()
         if self.key is not None and found and found[-1].mac is None:
             raise LedgerDamaged(f"{self.file}, line {len(found)} {_UNSIGNED}")

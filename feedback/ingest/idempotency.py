@@ -3,7 +3,8 @@
 What the lake holds is looked up in the index of ``feedback.ingest.id_index``, which the sealer keeps up to date for all
 replicas' feedback. What this process acknowledged and the lake may not hold yet is in a private SQLite file without a
 name: it needs no durability, because a start reads it from the journal. Both are on disk but for a small cache, so that
-memory does not grow with history, nor with a lake that can't be reached.
+memory does not grow with history, nor with a lake that can't be reached. The index is read in a thread of its own: a
+disk that hangs must not hold up what else a server does.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from feedback.ingest.id_index import SealedIds, content_of, key_of, keys_and_contents, take_in
 from feedback.journal.codec import to_batch
@@ -29,9 +31,13 @@ from feedback.schema import FEEDBACK
 log = logging.getLogger(__name__)
 
 Verdict = Literal["new", "same", "conflict"]
+_T = TypeVar("_T")
 
 _CACHE_KIB: Final = 4096
-_FORGET_ROWS: Final = 200  # looked up between two turns of the event loop: about a millisecond
+_FORGET_ROWS: Final = 200  # between two turns of the event loop: about a millisecond
+_READ_S: Final = 10.0
+"""Longest wait for the index, other requests' look-ups before this one included."""
+_CLOSE_S: Final = 5.0
 
 
 class SeenFeedbackError(RuntimeError):
@@ -46,9 +52,11 @@ class SeenFeedback:
         self.journal_folder = journal_folder
         self.error: str | None = None
         """Why ids can't be looked up, or the last one not be remembered; None if all is well."""
-        self._sealed = SealedIds(journal_folder)
+        self._sealed = SealedIds(journal_folder)  # once opened, for ``_thread`` alone
+        self._thread = ThreadPoolExecutor(1, "feedback ids")
         self._unsealed = _private_file()
         self._unsealed_rows = 0
+        self._forgets = 0  # how often ids were dropped from the private file
         self._forgotten_until = -1
         self._erased_until: tuple[Path | None, frozenset[str]] | None = None  # index and erasures seen
         self._turn = 0  # an id that came in a later turn than this is younger than what was read in it
@@ -70,28 +78,44 @@ class SeenFeedback:
         self._erased_until = (self._sealed.path, erasures)
 
     def close(self) -> None:
-        """Let go of the files."""
-        self._sealed.close()
+        """Let go of the files; of one that a disk which hangs is read for, with the process."""
+        closing = self._thread.submit(self._sealed.close)
+        with suppress(TimeoutError):
+            closing.result(_CLOSE_S)
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self._unsealed.close()
 
-    def check(self, row: dict[str, Any]) -> Verdict:
+    async def check(self, row: dict[str, Any]) -> Verdict:
         """What recording ``row`` would be: new, the same again, or another content under a known id.
 
         Raises SeenFeedbackError if that can't be looked up.
         """
+        (verdict,) = await self.check_all([row])
+        return verdict
+
+    async def check_all(self, rows: Sequence[dict[str, Any]]) -> list[Verdict]:
+        """``check`` of each, of one moment."""
+        keys = [key_of(row["tenant"], row["feedback_id"]) for row in rows]
         with self._comparing("what is recorded"):
-            key = key_of(row["tenant"], row["feedback_id"])
-            known = self._sealed.get(key) or self._recorded(key)
-        if known is None:
-            return "new"
-        return "same" if known == content_of(row) else "conflict"
+            while True:
+                forgets = self._forgets
+                sealed = await self._read(lambda index: [index.get(key) for key in keys])
+                # Nothing else runs from here to the verdict: what is recorded by now is seen, unless it was sealed and
+                # forgotten since the index was read.
+                known = [content or self._recorded(key) for key, content in zip(keys, sealed, strict=True)]
+                if forgets == self._forgets:
+                    break
+        return [
+            "new" if content is None else "same" if content == content_of(row) else "conflict"
+            for row, content in zip(rows, known, strict=True)
+        ]
 
     async def compare(self, row: dict[str, Any]) -> Verdict:
         """As ``check``, once what was removed meanwhile is forgotten: what is known will stay recorded.
 
         Raises SeenFeedbackError too while an erasure may remove it.
         """
-        verdict = self.check(row)
+        verdict = await self.check(row)
         # Looked at before what was removed: an erasure that ends in between is seen there.
         being_erased = verdict == "same" and await self._is_being_erased(row)
         if verdict != "new" and await self._forget_removed():
@@ -140,7 +164,7 @@ class SeenFeedback:
             try:
                 if self._sealed.damaged:
                     await asyncio.to_thread(take_in, self.lake, self.journal_folder, rebuild=True)
-                self._sealed.reopen()
+                await self._read(SealedIds.reopen)
                 await self._forget_erased()
                 await self._forget_sealed()
                 self.error = None
@@ -151,6 +175,14 @@ class SeenFeedback:
     def stats(self) -> dict[str, float]:
         """Gauges for monitoring."""
         return {"healthy": float(self.error is None), "unsealed": self._unsealed_rows, "pending": len(self._pending)}
+
+    async def _read(self, work: Callable[[SealedIds], _T]) -> _T:
+        """What ``work`` finds in the index. Raises what it raises, and TimeoutError (an OSError)."""
+        try:
+            async with asyncio.timeout(_READ_S):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._sealed)
+        except TimeoutError:
+            raise TimeoutError(f"the index of feedback ids was not read within {_READ_S:g} s") from None
 
     def _recorded(self, key: bytes) -> bytes | None:
         found = self._unsealed.execute("SELECT content FROM ids WHERE key = ?", (key,)).fetchall()
@@ -209,12 +241,12 @@ class SeenFeedback:
         if not self.lake.local or self._erased_until is None:
             return False
         with self._comparing("what is recorded"):
-            version, erasures = self._sealed.version(), self._erased_until[1]
+            version, erasures = await self._read(SealedIds.version), self._erased_until[1]
             removed = await asyncio.to_thread(registered, self.lake) != erasures
             if not (removed or await asyncio.to_thread(rows_left, self.lake, "feedback", version)):
                 return False
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
-            self._sealed.reopen()
+            await self._read(SealedIds.reopen)
             await self._forget_erased()
         return True
 
@@ -241,26 +273,39 @@ class SeenFeedback:
             # The journal is read before the lake here too, so that nothing is taken for gone that is sealed in between.
             kept = await asyncio.to_thread(self._in_journal)
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
-            self._sealed.reopen()
-            await self._forget(lambda key: key not in kept, before_turn=turn)
+            await self._read(SealedIds.reopen)
+
+            async def in_neither(keys: list[bytes]) -> list[bytes]:
+                return [key for key in keys if key not in kept]
+
+            await self._forget(in_neither, before_turn=turn)
             self._erased_until = (self._sealed.path, erasures)
 
     async def _forget_sealed(self) -> None:
         """Drop from the private file what the index has."""
-        version = self._sealed.version()
-        if version != self._forgotten_until:
-            await self._forget(lambda key: self._sealed.get(key) is not None, before_turn=self._turn + 1)
-            self._forgotten_until = version
 
-    async def _forget(self, is_gone: Callable[[bytes], bool], *, before_turn: int) -> None:
-        """Drop ids of earlier turns from the private file, a few at a time, between requests."""
+        async def sealed(keys: list[bytes]) -> list[bytes]:
+            return await self._read(lambda index: [key for key in keys if index.get(key) is not None])
+
+        async with self._forgetting:  # an erasure that comes meanwhile is forgotten after it
+            version = await self._read(SealedIds.version)
+            if version != self._forgotten_until:
+                await self._forget(sealed, before_turn=self._turn + 1)
+                self._forgotten_until = version
+
+    async def _forget(self, gone: Callable[[list[bytes]], Awaitable[list[bytes]]], *, before_turn: int) -> None:
+        """Drop ids of earlier turns from the private file, a few at a time, between requests; ``gone``: which ones."""
         last = b""
         while rows := self._unsealed.execute(
             "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, before_turn, _FORGET_ROWS)
         ).fetchall():
-            gone = [(key,) for (key,) in rows if is_gone(key)]
-            self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", gone).rowcount
-            last = rows[-1][0]
+            keys = [key for (key,) in rows]
+            dropped = [(key, before_turn) for key in await gone(keys)]
+            self._forgets += bool(dropped)
+            self._unsealed_rows -= self._unsealed.executemany(
+                "DELETE FROM ids WHERE key = ? AND turn < ?", dropped
+            ).rowcount
+            last = keys[-1]
             await asyncio.sleep(0)
 
 

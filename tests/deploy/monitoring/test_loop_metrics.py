@@ -149,6 +149,23 @@ def test_the_gate_shows_its_verdicts_and_what_is_left_of_the_error_budget(home_w
     assert (of(found, "error_budget_left"), of(found, "error_budget_next_level")) == pytest.approx((0, 0))
 
 
+def test_the_gates_series_go_on_with_the_ledger_and_begin_anew_behind_an_entry_that_is_none(
+    home_with_policy: Settings,
+) -> None:
+    ledger, registry = home_with_policy.ledger(), CollectorRegistry()
+    registry.register(LoopMetrics(home_with_policy, TrafficReader(home_with_policy), records.now(), cycles=True))
+    for i, name in enumerate(("first", "second"), start=2):
+        judged(ledger, i, items(500, gain=0.3, differing=0.4, name=name), settings=config())
+        found = samples(generate_latest(registry).decode())
+        assert of(found, "verdicts_total", verdict="pass") == i - 1
+        assert found == samples(generate_latest(registry).decode()) | {
+            key: value for key, value in found.items() if key[0] == "disk_free_bytes"
+        }
+    ledger.append("verdict", {"no": "verdict"}, who="me")
+    for _ in range(2):
+        assert of(samples(generate_latest(registry).decode()), "readable", part="gate") == 0
+
+
 def test_the_lag_is_from_the_newest_feedback_that_the_serving_policy_could_learn_from(
     home_with_policy: Settings, model: Path
 ) -> None:

@@ -47,6 +47,24 @@ def test_a_reader_sees_what_another_has_added_since_without_reading_the_rest_aga
     assert all(a is b for a, b in zip(first, now[:3], strict=True))
 
 
+def test_a_reader_that_stays_gets_each_entry_once_and_checks_the_next_against_what_it_no_longer_holds(
+    ledger: Ledger,
+) -> None:
+    filled(ledger)
+    reader = Ledger(ledger.folder)
+    assert reader.unread() == ledger.entries()
+    assert reader.unread() == []
+    filled(ledger, 2)
+    assert reader.unread() == ledger.entries()[3:]
+    assert all(not entry.body for entry in reader._entries)
+    last = json.loads(ledger.file.read_bytes().splitlines()[-1])
+    with ledger.file.open("ab") as file:
+        file.write(canonical(last | {"number": 6}) + b"\n")
+    for _ in range(2):
+        with pytest.raises(LedgerDamaged, match="line 6"):
+            reader.unread()
+
+
 @pytest.mark.parametrize("line", [1, 2, 3])
 def test_a_changed_line_is_named(ledger: Ledger, line: int) -> None:
     filled(ledger)

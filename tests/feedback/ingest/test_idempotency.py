@@ -59,6 +59,12 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def until_checked(ledger: SeenFeedback, row: dict[str, Any], verdict: str) -> None:
+    async with asyncio.timeout(120):
+        while await ledger.check(row) != verdict:
+            await asyncio.sleep(0.01)
+
+
 async def test_the_same_again_is_recorded_once_and_other_content_is_a_conflict(folder, journal, opened):
     ledger = opened()
     assert await ledger.record(body(), journal) == "new"
@@ -88,9 +94,9 @@ async def test_a_start_knows_what_lake_and_journal_hold(lake, journal, opened):
     append(journal, "feedback", body(feedback_id="unsealed"))
     ledger = opened()
     for known in ("sealed", "unsealed"):
-        assert ledger.check(body(feedback_id=known)) == "same"
-        assert ledger.check(body(0.0, feedback_id=known)) == "conflict"
-    assert ledger.check(body(feedback_id="other")) == "new"
+        assert await ledger.check(body(feedback_id=known)) == "same"
+        assert await ledger.check(body(0.0, feedback_id=known)) == "conflict"
+    assert await ledger.check(body(feedback_id="other")) == "new"
 
 
 async def test_what_has_been_sealed_is_known_still_and_no_longer_kept_aside(folder, lake, opened):
@@ -103,17 +109,17 @@ async def test_what_has_been_sealed_is_known_still_and_no_longer_kept_aside(fold
     seal(lake, folder)
     await until(lambda: ledger.stats()["unsealed"] == 0)
     follower.cancel()
-    assert {ledger.check(body(feedback_id=f"f{i}")) for i in range(500)} == {"same"}
-    assert ledger.check(body(0.0, feedback_id="f7")) == "conflict"
+    assert set(await ledger.check_all([body(feedback_id=f"f{i}") for i in range(500)])) == {"same"}
+    assert await ledger.check(body(0.0, feedback_id="f7")) == "conflict"
 
 
 async def test_what_another_replica_sealed_becomes_known_at_this_ones_next_seal(folder, lake, opened):
     ledger = opened()
     put(lake, "feedback", [body(feedback_id="theirs")])
-    assert ledger.check(body(feedback_id="theirs")) == "new"
+    assert await ledger.check(body(feedback_id="theirs")) == "new"
     seal(lake, folder)  # there is nothing to seal
-    assert ledger.check(body(feedback_id="theirs")) == "same"
-    assert ledger.check(body(0.0, feedback_id="theirs")) == "conflict"
+    assert await ledger.check(body(feedback_id="theirs")) == "same"
+    assert await ledger.check(body(0.0, feedback_id="theirs")) == "conflict"
 
 
 async def test_a_damaged_index_refuses_feedback_until_it_is_built_anew(folder, lake, journal, opened):
@@ -129,7 +135,7 @@ async def test_a_damaged_index_refuses_feedback_until_it_is_built_anew(folder, l
     follower = asyncio.create_task(ledger.follow())
     await until(lambda: ledger.stats()["healthy"] == 1)
     follower.cancel()
-    assert {ledger.check(body(feedback_id=f"f{i}")) for i in range(2000)} == {"same"}
+    assert set(await ledger.check_all([body(feedback_id=f"f{i}") for i in range(2000)])) == {"same"}
 
 
 async def test_an_index_that_somebody_removed_is_built_anew(folder, lake, opened):
@@ -139,7 +145,7 @@ async def test_an_index_that_somebody_removed_is_built_anew(folder, lake, opened
     follower = asyncio.create_task(ledger.follow())
     await until(lambda: (folder / "ids").exists() and ledger.stats()["healthy"] == 1)
     follower.cancel()
-    assert ledger.check(body()) == "same"
+    assert await ledger.check(body()) == "same"
 
 
 async def test_seen_feedback_goes_over_to_an_index_that_another_process_built(folder, lake, opened):
@@ -147,7 +153,7 @@ async def test_seen_feedback_goes_over_to_an_index_that_another_process_built(fo
     put(lake, "feedback", [body()])
     take_in(lake, folder, rebuild=True)
     follower = asyncio.create_task(ledger.follow())
-    await until(lambda: ledger.check(body()) == "same")
+    await until_checked(ledger, body(), "same")
     follower.cancel()
 
 
@@ -166,7 +172,7 @@ async def test_an_append_that_fails_leaves_the_id_free_and_the_waiting_ones_try_
     closed = Journal(folder, JournalConfig(), "replica-0")
     results = await asyncio.gather(*(ledger.record(body(), closed) for _ in range(3)), return_exceptions=True)
     assert all(isinstance(result, JournalBroken) for result in results)
-    assert ledger.check(body()) == "new"
+    assert await ledger.check(body()) == "new"
     closed.open()
     assert await ledger.record(body(), closed) == "new"
     closed.close()
@@ -175,7 +181,8 @@ async def test_an_append_that_fails_leaves_the_id_free_and_the_waiting_ones_try_
 async def test_a_caller_that_goes_away_does_not_block_the_id(folder, journal, opened):
     ledger = opened()
     gone = asyncio.create_task(ledger.record(body(), journal))
-    await asyncio.sleep(0)
+    while not ledger.stats()["pending"]:  # until it appends
+        await asyncio.sleep(0)
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
@@ -194,7 +201,7 @@ async def test_a_recorded_id_that_cannot_be_remembered_is_reported_and_is_in_the
     journal.close()
     assert ledger.stats()["healthy"] == 0
     with pytest.raises(SeenFeedbackError, match="no such table"):
-        ledger.check(body())
+        await ledger.check(body())
     seal(lake, folder)
     assert lake.counts()["feedback"] == 1
 
@@ -209,8 +216,8 @@ async def test_feedback_that_was_erased_before_it_was_sealed_is_new_when_it_is_s
         assert await ledger.record(body(feedback_id="kept", source="bob"), journal) == "new"
         erased = await asyncio.to_thread(erase, lake, folder, Target(user="eve"))
         assert erased.rows["feedback"] == 1
-        await until(lambda: ledger.check(body(feedback_id="gone", source="eve")) == "new")
-        assert ledger.check(body(feedback_id="kept", source="bob")) == "same"
+        await until_checked(ledger, body(feedback_id="gone", source="eve"), "new")
+        assert await ledger.check(body(feedback_id="kept", source="bob")) == "same"
         assert await ledger.record(body(feedback_id="gone", source="eve"), journal) == "new"
     finally:
         following.cancel()
@@ -252,13 +259,13 @@ async def test_feedback_that_left_the_lake_elsewhere_is_recorded_when_it_is_sent
     assert await ledger.record(body(source="eve"), journal) == "new"
     journal.close()
     seal(lake, folder)
-    assert ledger.check(body(source="eve")) == "same"
+    assert await ledger.check(body(source="eve")) == "same"
     await asyncio.to_thread(gone_by, how, lake, tmp_path / "another machine's journal")
     seal(lake, folder)  # this machine's sealer turns on
     if restarted:
         ledger = opened()
     following = asyncio.create_task(ledger.follow())
-    await until(lambda: ledger.check(body(source="eve")) == "new")
+    await until_checked(ledger, body(source="eve"), "new")
     again = Journal(folder, JournalConfig(), "replica-0")
     again.open()
     assert await ledger.record(body(source="eve"), again) == "new"
@@ -370,7 +377,7 @@ async def test_feedback_that_was_sealed_and_left_the_lake_before_the_index_knew_
     gone_by("retention", lake, tmp_path / "elsewhere")
     following = asyncio.create_task(ledger.follow())
     seal(lake, folder)
-    await until(lambda: ledger.check(body(source="eve")) == "new")
+    await until_checked(ledger, body(source="eve"), "new")
     following.cancel()
 
 
@@ -413,3 +420,76 @@ async def test_what_a_hanging_disk_may_have_recorded_is_not_acknowledged_with_an
     seal(quick_lake, folder)
     kept = quick_lake.read(lambda lake: lake.execute("SELECT feedback_id, value FROM feedback ORDER BY 1").fetchall())
     assert kept == [("before", 1.0), ("f1", 1.0)]
+
+
+class Held:
+    """Keeps the thread that reads an index at a look-up, before or behind it, until it is let go."""
+
+    def __init__(self, ledger: SeenFeedback, *, behind: bool = False) -> None:
+        self.reached, self.free = asyncio.Event(), threading.Event()
+        index, loop = ledger._sealed, asyncio.get_running_loop()
+        get = index.get
+
+        def held(key: bytes) -> bytes | None:
+            found = get(key) if behind else None
+            loop.call_soon_threadsafe(self.reached.set)
+            assert self.free.wait(120)
+            return found if behind else get(key)
+
+        index.get = held  # type: ignore[method-assign]
+
+    def let_go(self) -> None:
+        self.free.set()
+
+
+async def test_a_disk_that_hangs_holds_up_look_ups_alone_and_each_of_them_for_a_limited_time(
+    folder, journal, opened, monkeypatch
+):
+    monkeypatch.setattr("feedback.ingest.idempotency._READ_S", 0.2)
+    ledger = opened()
+    assert await ledger.record(body(), journal) == "new"
+    disk = Held(ledger)
+    try:
+        for _ in range(2):
+            with pytest.raises(SeenFeedbackError, match=r"not read within 0\.2 s"):
+                await ledger.record(body(), journal)
+        assert ledger.stats()["healthy"] == 0
+        assert await ledger.record(body(feedback_id="f2"), journal, generated_id=True) == "new"
+    finally:
+        disk.let_go()
+    assert await ledger.record(body(), journal) == "same"
+    assert await ledger.record(body(0.0), journal) == "conflict"
+    assert rows(folder, "feedback").num_rows == 2
+
+
+async def test_an_id_that_is_recorded_while_it_is_looked_up_is_recorded_once(folder, journal, opened):
+    ledger = opened()
+    slow = Held(ledger, behind=True)
+    looked_up = [asyncio.create_task(ledger.record(body(value), journal)) for value in (1.0, 0.0)]
+    await slow.reached.wait()
+    assert await ledger.record(body(), journal, generated_id=True) == "new"
+    slow.let_go()
+    assert await asyncio.gather(*looked_up) == ["same", "conflict"]
+    assert rows(folder, "feedback").num_rows == 1
+
+
+async def test_an_id_that_is_sealed_and_forgotten_while_it_is_looked_up_is_known(folder, lake, opened, monkeypatch):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    read, looks = ledger._read, 0
+
+    async def read_and_fall_behind(work: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        found, behind = await read(work), looks == 1
+        if behind:
+            assert await ledger.record(body(), journal, generated_id=True) == "new"
+            await asyncio.to_thread(journal.close)
+            await asyncio.to_thread(seal, lake, folder)
+            await ledger._forget_sealed()
+            assert ledger.stats()["unsealed"] == 0
+        return found
+
+    monkeypatch.setattr(ledger, "_read", read_and_fall_behind)
+    assert await ledger.check(body()) == "same"

@@ -146,8 +146,8 @@ async def live(home: Path, taken: list[tuple[str, int, list[tuple[str, float]] |
             assert value in answered.union(*(r.unsure.get(feedback_id, set()) for r in both))
             for replica in both:
                 replica.ledger._sealed.reopen()
-                assert replica.ledger.check(vote(feedback_id, value)) == "same"
-                assert replica.ledger.check(vote(feedback_id, 1 - value)) == "conflict"
+                assert await replica.ledger.check(vote(feedback_id, value)) == "same"
+                assert await replica.ledger.check(vote(feedback_id, 1 - value)) == "conflict"
     finally:
         for replica in both:
             replica.stop()
