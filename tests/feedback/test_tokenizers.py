@@ -64,7 +64,7 @@ def test_a_tokenizer_in_python_has_no_such_part() -> None:
 class _Allocated(ctypes.Structure):
     """struct mallinfo2 of glibc 2.33, see malloc.h."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f uordblks fordblks keepcost".split()]
+    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcdefg", "uordblks", "fordblks", "keepcost")]
 
 
 def allocated() -> float:
