@@ -1,8 +1,9 @@
-"""Tokenizers of models' folders; those that make the same tokens of a text share one Rust part. Imports no torch.
+"""Tokenizers of models' folders, and what encodes and decodes for them. Imports no torch.
 
 tokenizers 0.23 keeps, in each thread and until that ends, what each BPE tokenizer made of up to 10,000 words, also when
-the tokenizer has gone (https://github.com/huggingface/tokenizers/pull/2028): some 3 MiB, measured. A process that
-reads a tokenizer with each policy would grow by that much with each.
+the tokenizer has gone (https://github.com/huggingface/tokenizers/pull/2028): some 3 MiB, measured. A process that read
+a tokenizer with each policy, and encoded with it, grew by that much with each. So tokenizers that do the same share one
+Rust part. It is a copy: transformers sets options of its own part in calls.
 """
 
 from __future__ import annotations
@@ -12,46 +13,52 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from feedback.trusted_code import trusted
 
 _MOST: Final = 8
-_shared: Final[OrderedDict[bytes, Any]] = OrderedDict()  # the one that was asked for last stands last
+_parts: Final[OrderedDict[bytes, Any]] = OrderedDict()  # by what they were made from; the last that was asked for last
+_part_of: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 _lock: Final = threading.Lock()
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer of a model's folder.
+    """transformers' tokenizer of a model's folder; in a process that stays, encode by ``rust_part``.
 
     Raises feedback.trusted_code.UntrustedCode if it comes with code that may not run, and what transformers raises.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted(folder))
-    if (rust := rust_part(tokenizer)) is not None:
-        tokenizer._tokenizer = rust
-    return tokenizer
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted(folder))
 
 
 def rust_part(tokenizer: Any) -> Any:
-    """The Rust part of a fast tokenizer, without truncation or padding, to encode and decode with; None of another.
+    """A ``tokenizers.Tokenizer`` that does what a fast tokenizer does, with neither truncation nor padding.
 
-    Others have it too: it may not be changed.
+    None of one that is in Python, in whole or in part. Others have it too: it is for encoding and decoding alone.
     """
     if (own := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return None
+    with _lock:
+        if tokenizer not in _part_of:
+            _part_of[tokenizer] = _made(own)
+        return _part_of[tokenizer]
+
+
+def _made(own: Any) -> Any:
     from tokenizers import Tokenizer
 
-    with _lock:
-        if any(own is one for one in _shared.values()):
-            return own
+    try:
         text = own.to_str()
-        key = hashlib.sha256(text.encode()).digest()
-        if key not in _shared:
-            _shared[key] = Tokenizer.from_str(text)
-            _shared[key].no_truncation()  # leftovers of the last call before it was saved
-            _shared[key].no_padding()
-        _shared.move_to_end(key)
-        while len(_shared) > _MOST:
-            _shared.popitem(last=False)
-        return _shared[key]
+    except Exception:  # noqa: BLE001 - what tokenizers raises of a part in Python
+        return None
+    key = hashlib.sha256(text.encode()).digest()
+    if key not in _parts:
+        _parts[key] = Tokenizer.from_str(text)
+        _parts[key].no_truncation()  # leftovers of the last call before it was saved
+        _parts[key].no_padding()
+    _parts.move_to_end(key)
+    while len(_parts) > _MOST:
+        _parts.popitem(last=False)
+    return _parts[key]

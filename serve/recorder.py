@@ -28,6 +28,7 @@ from serve.observability.tracing import Tracing
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S: Final = 5.0
+_LOOKED_UP: Final = 64  # of a session's responses, the newest first: it seldom goes on before feedback is sent again
 _OF_PROMPT: Final = ("prompt", "messages", "prompt_token_ids", "sampling", "metadata")
 UNSTORED: Final = "unstored-"
 """What the id of a response that is not stored begins with, so that feedback on it can be refused anywhere."""
@@ -125,8 +126,12 @@ class Recorder:
             with _problems():
                 kept = row if self._redaction is None else await self._redaction.feedback(row)
                 lasts = [session_rows(kept, response_ids[:last])[-1] for last in range(len(response_ids), 0, -1)]
-                verdicts = await self._seen.check_all(lasts)
-                before = next((last for last, found in zip(lasts, verdicts, strict=True) if found == "same"), lasts[0])
+                before = lasts[0]
+                for first in range(0, len(lasts), _LOOKED_UP):
+                    some = lasts[first : first + _LOOKED_UP]
+                    if "same" in (verdicts := await self._seen.check_all(some)):
+                        before = some[verdicts.index("same")]
+                        break
                 if (verdict := await self._seen.compare(before)) != "new":
                     return verdict
         *earlier, last_row = session_rows(row, response_ids)

@@ -179,7 +179,7 @@ class Server(ApiProcess):
         await self._close()
         await self.sessions.close()
         await asyncio.to_thread(self.journal.close)
-        self.ledger.close()
+        await asyncio.to_thread(self.ledger.close)
         if self._sealing:
             self._sealing = False
             await asyncio.to_thread(self.sealer.close)

@@ -35,7 +35,7 @@ import torch
 from evaluation.config import EngineConfig
 from feedback.files import replace_file
 from feedback.processes.exit import SIGNALLED
-from feedback.processes.freed_memory import give_freed_memory_back, share_freed_memory
+from feedback.processes.freed_memory import give_freed_memory_back
 from feedback.processes.resident_socket import GONE_S, SIGN_S, WORKING, Listener, hung_up
 from feedback.processes.signals import stop_requested
 from feedback.user_code import search_last
@@ -74,7 +74,6 @@ class Residence:
 
     def serve(self) -> None:
         """Work on one request after the other, until this process is to end. What fails in a request is raised."""
-        share_freed_memory()
         with ExitStack() as held:
             self._held = held
             held.callback(self._state.unlink, missing_ok=True)

@@ -31,7 +31,7 @@ from deploy.loop.records import CycleRecord
 from deploy.monitoring.traffic import TrafficReader
 from deploy.notify.webhooks import failures
 from evaluation.decisions.history import History, hypothesis
-from evaluation.decisions.ledger import LedgerError
+from evaluation.decisions.ledger import Ledger
 from evaluation.decisions.plan import declared
 from evaluation.statistics import error_budget
 from feedback.files import is_locked, newest_first
@@ -59,7 +59,9 @@ class LoopMetrics(Collector):
         self._cycles = cycles
         self._ended: dict[Path, CycleRecord] = {}
         self._ended_experiments: dict[int, Experiment] = {}
-        self._read_ledger_anew()
+        self._ledger: Ledger | None = None
+        self._verdicts: Counter[str] = Counter()
+        self._events: list[error_budget.Event] = []
         self._errors: dict[str, str] = {}
         self._parts: dict[str, Callable[[], Iterable[Metric]]] = {
             "cycles": self._of_cycles,
@@ -72,12 +74,6 @@ class LoopMetrics(Collector):
             "gpu": self._of_gpus,
             "disk": self._of_disks,
         }
-
-    def _read_ledger_anew(self) -> None:
-        """What is kept of it is what is shown: its entries have thousands of prompts' hashes."""
-        self._ledger = self._settings.ledger()
-        self._verdicts: Counter[str] = Counter()
-        self._events: list[error_budget.Event] = []
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: it is not read while it is registered."""
@@ -145,11 +141,11 @@ class LoopMetrics(Collector):
             yield _value("due_timestamp_seconds", "When the next cycle is, or was, due at the latest.", latest)
 
     def _of_gate(self) -> Iterator[Metric]:
-        try:
-            new = History.of(self._ledger.unread())
-        except LedgerError:
-            self._read_ledger_anew()
-            raise
+        ledger, self._ledger = self._ledger, None
+        if ledger is None:  # the first time, and after what failed
+            ledger, self._verdicts, self._events = self._settings.ledger(), Counter(), []
+        new = History.of(ledger.unread())  # what is shown is kept of it, and not its thousands of prompts' hashes
+        self._ledger = ledger
         self._verdicts.update(found.verdict for race in new.races.values() for _, found in race)
         self._events += new.events
         verdicts = {name: self._verdicts[name] for name in VERDICTS}

@@ -26,6 +26,7 @@ from deploy import devices
 from deploy.config.root import Settings
 from deploy.supervise.children import Child, child_variables, no_leftovers
 from feedback.files import replace_file
+from feedback.processes.freed_memory import share_freed_memory
 from feedback.processes.resident_socket import ADDRESS, Listener, listen
 from feedback.processes.signals import Stopped, stop_on_signals
 from train.planner.assignment import Role
@@ -200,6 +201,7 @@ def memory_of(process: psutil.Process) -> int:
 
 
 def main() -> None:
+    share_freed_memory()  # before the imports below start threads
     from train.resident import Residence
 
     listener = Listener.inherited(os.dup(0))

@@ -26,6 +26,7 @@ from typing import Any, Final, Literal
 
 from evaluation.suites.suite import Item, Suite
 from feedback.tokenizers import load_tokenizer
+from serve.generation.tokenizer import Text
 from serve.policies.store import OWN
 
 HELD_OUT: Final = "of a held-out suite"
@@ -131,10 +132,10 @@ class HeldOut:
             return
         prompts = [item.prompt for item in self.items if item.prompt is not None]
         rendered = [text for text in self._rendered if text is not None]
+        text = Text(self._tokenizer)
         for texts, special in ((prompts, True), (prompts, False), (rendered, False)):
-            if texts:
-                encoded = self._tokenizer(texts, add_special_tokens=special)["input_ids"]
-                yield from (_digest_of(ids) for ids in encoded if ids)
+            encoded = (text.token_ids(one, special) for one in texts)
+            yield from (_digest_of(ids) for ids in encoded if ids)
 
     def _texts(self) -> set[str]:
         found = {conversation(_messages(item)) for item in self.items}

@@ -12,9 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -26,6 +29,7 @@ from feedback.journal.writer import Journal, JournalUnsure
 from feedback.lake.erasure_registry import is_being_erased, registered, without_erased
 from feedback.lake.table_changes import rows_left
 from feedback.lake.tables import Lake, LakeError
+from feedback.processes.exit import skip_teardown
 from feedback.schema import FEEDBACK
 
 log = logging.getLogger(__name__)
@@ -34,10 +38,15 @@ Verdict = Literal["new", "same", "conflict"]
 _T = TypeVar("_T")
 
 _CACHE_KIB: Final = 4096
-_FORGET_ROWS: Final = 200  # between two turns of the event loop: about a millisecond
+_FORGET_ROWS: Final = 200  # looked up at a time: about a millisecond
+_FORGET_S: Final = 0.1
+"""Longest that look-ups wait for those of ids that may be forgotten, where a disk is slow."""
 _READ_S: Final = 10.0
 """Longest wait for the index, other requests' look-ups before this one included."""
 _CLOSE_S: Final = 5.0
+
+_Erased = tuple[Path | None, frozenset[str]]
+"""An index, and the erasures that it has taken in."""
 
 
 class SeenFeedbackError(RuntimeError):
@@ -56,9 +65,12 @@ class SeenFeedback:
         self._thread = ThreadPoolExecutor(1, "feedback ids")
         self._unsealed = _private_file()
         self._unsealed_rows = 0
-        self._forgets = 0  # how often ids were dropped from the private file
+        self._dropped: dict[object, set[bytes]] = {}  # of each look-up: what left the private file since it began
+        self._reading = deque[Future[Any]]()  # of the index, in order
+        self._late: Future[Any] | None = None  # a reading that another has waited for in vain
+        self._closed = False
         self._forgotten_until = -1
-        self._erased_until: tuple[Path | None, frozenset[str]] | None = None  # index and erasures seen
+        self._erased_until: _Erased | None = None  # what was forgotten by
         self._turn = 0  # an id that came in a later turn than this is younger than what was read in it
         self._forgetting = asyncio.Lock()
         self._pending: dict[bytes, tuple[bytes, asyncio.Future[bool]]] = {}
@@ -78,11 +90,15 @@ class SeenFeedback:
         self._erased_until = (self._sealed.path, erasures)
 
     def close(self) -> None:
-        """Let go of the files; of one that a disk which hangs is read for, with the process."""
-        closing = self._thread.submit(self._sealed.close)
-        with suppress(TimeoutError):
-            closing.result(_CLOSE_S)
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Let go of the files; of an index on a disk that hangs with the process. Blocks for some seconds at most."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._thread.submit(self._sealed.close).result(_CLOSE_S)
+        except (TimeoutError, RuntimeError):  # it is still read, or there is no room for a thread
+            skip_teardown("the index of feedback ids is open")
+        self._thread.shutdown(wait=False)
         self._unsealed.close()
 
     async def check(self, row: dict[str, Any]) -> Verdict:
@@ -90,35 +106,48 @@ class SeenFeedback:
 
         Raises SeenFeedbackError if that can't be looked up.
         """
-        (verdict,) = await self.check_all([row])
-        return verdict
+        verdicts, _ = await self._check([row])
+        return verdicts[0]
 
     async def check_all(self, rows: Sequence[dict[str, Any]]) -> list[Verdict]:
-        """``check`` of each, of one moment."""
+        """``check`` of each."""
+        verdicts, _ = await self._check(rows)
+        return verdicts
+
+    async def _check(self, rows: Sequence[dict[str, Any]]) -> tuple[list[Verdict], int]:
+        """(``check`` of each, the version of the feedback table up to which the index had been read)."""
         keys = [key_of(row["tenant"], row["feedback_id"]) for row in rows]
+        known: dict[bytes, bytes | None] = dict.fromkeys(keys)
+        versions, look_up = list[int](), object()
+        self._dropped[look_up] = set(keys)
         with self._comparing("what is recorded"):
-            while True:
-                forgets = self._forgets
-                sealed = await self._read(lambda index: [index.get(key) for key in keys])
-                # Nothing else runs from here to the verdict: what is recorded by now is seen, unless it was sealed and
-                # forgotten since the index was read.
-                known = [content or self._recorded(key) for key, content in zip(keys, sealed, strict=True)]
-                if forgets == self._forgets:
-                    break
-        return [
-            "new" if content is None else "same" if content == content_of(row) else "conflict"
-            for row, content in zip(rows, known, strict=True)
-        ]
+            try:
+                while unknown := [key for key in self._dropped[look_up] if known[key] is None]:
+                    self._dropped[look_up] = set()
+                    version, sealed = await self._read(partial(_look_up, unknown))
+                    versions.append(version)
+                    # Nothing else runs from here to the verdict: what is recorded by now is seen, unless it was sealed
+                    # and forgotten since the index was read, which is looked up again.
+                    known |= {key: sealed[key] or self._recorded(key) for key in unknown}
+                    self._dropped[look_up] &= known.keys()
+            finally:
+                del self._dropped[look_up]
+        verdicts: list[Verdict] = []
+        for row, key in zip(rows, keys, strict=True):
+            content = known[key]
+            verdicts.append("new" if content is None else "same" if content == content_of(row) else "conflict")
+        return verdicts, min(versions, default=0)
 
     async def compare(self, row: dict[str, Any]) -> Verdict:
         """As ``check``, once what was removed meanwhile is forgotten: what is known will stay recorded.
 
         Raises SeenFeedbackError too while an erasure may remove it.
         """
-        verdict = await self.check(row)
+        erased_until = self._erased_until  # what is removed from here on is looked for below
+        (verdict,), version = await self._check([row])
         # Looked at before what was removed: an erasure that ends in between is seen there.
         being_erased = verdict == "same" and await self._is_being_erased(row)
-        if verdict != "new" and await self._forget_removed():
+        if verdict != "new" and await self._forget_removed(version, erased_until):
             return await self.compare(row)
         if being_erased:
             raise SeenFeedbackError(
@@ -177,11 +206,23 @@ class SeenFeedback:
         return {"healthy": float(self.error is None), "unsealed": self._unsealed_rows, "pending": len(self._pending)}
 
     async def _read(self, work: Callable[[SealedIds], _T]) -> _T:
-        """What ``work`` finds in the index. Raises what it raises, and TimeoutError (an OSError)."""
+        """What ``work`` finds in the index. Raises what it raises, LakeError once closed, TimeoutError (an OSError)."""
+        if self._closed:
+            raise LakeError("the server ends")
+        if self._late is not None and not self._late.done():
+            raise TimeoutError(f"the index of feedback ids is read for more than {_READ_S:g} s")
+        while self._reading and self._reading[0].done():
+            self._reading.popleft()
+        try:
+            reading = self._thread.submit(work, self._sealed)
+        except RuntimeError as error:  # there is no room for a thread
+            raise LakeError(str(error)) from error
+        self._reading.append(reading)
         try:
             async with asyncio.timeout(_READ_S):
-                return await asyncio.get_running_loop().run_in_executor(self._thread, work, self._sealed)
+                return await asyncio.wrap_future(reading)
         except TimeoutError:
+            self._late = self._reading[0]
             raise TimeoutError(f"the index of feedback ids was not read within {_READ_S:g} s") from None
 
     def _recorded(self, key: bytes) -> bytes | None:
@@ -231,18 +272,19 @@ class SeenFeedback:
         with self._comparing("what is being erased"):
             return await asyncio.to_thread(is_being_erased, self.lake, "feedback", to_batch([row], FEEDBACK))
 
-    async def _forget_removed(self) -> bool:
+    async def _forget_removed(self, version: int, erased_until: _Erased | None) -> bool:
         """Whether feedback left the lake or the journal that was still known here; it is forgotten then.
+
+        ``version``: up to which the index had been read, ``erased_until``: what had been forgotten, as it was known.
 
         Checked before an id is answered as known: else the feedback would be acknowledged and recorded nowhere. A lake
         on an object store is not read, as one that can't be reached would hold up every repeated request: there an id
         is known until ``follow`` notices the erasure, a few ``seal_seconds`` later.
         """
-        if not self.lake.local or self._erased_until is None:
+        if not self.lake.local or erased_until is None:
             return False
         with self._comparing("what is recorded"):
-            version, erasures = await self._read(SealedIds.version), self._erased_until[1]
-            removed = await asyncio.to_thread(registered, self.lake) != erasures
+            removed = await asyncio.to_thread(registered, self.lake) != erased_until[1]
             if not (removed or await asyncio.to_thread(rows_left, self.lake, "feedback", version)):
                 return False
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
@@ -275,8 +317,8 @@ class SeenFeedback:
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
             await self._read(SealedIds.reopen)
 
-            async def in_neither(keys: list[bytes]) -> list[bytes]:
-                return [key for key in keys if key not in kept]
+            async def in_neither(keys: list[bytes]) -> tuple[int, list[bytes]]:
+                return len(keys), [key for key in keys if key not in kept]
 
             await self._forget(in_neither, before_turn=turn)
             self._erased_until = (self._sealed.path, erasures)
@@ -284,29 +326,46 @@ class SeenFeedback:
     async def _forget_sealed(self) -> None:
         """Drop from the private file what the index has."""
 
-        async def sealed(keys: list[bytes]) -> list[bytes]:
-            return await self._read(lambda index: [key for key in keys if index.get(key) is not None])
+        def sealed(keys: list[bytes], index: SealedIds) -> tuple[int, list[bytes]]:
+            found, until = [], time.monotonic() + _FORGET_S
+            for looked_at, key in enumerate(keys, start=1):
+                if index.get(key) is not None:
+                    found.append(key)
+                if time.monotonic() > until:
+                    return looked_at, found
+            return len(keys), found
 
         async with self._forgetting:  # an erasure that comes meanwhile is forgotten after it
             version = await self._read(SealedIds.version)
             if version != self._forgotten_until:
-                await self._forget(sealed, before_turn=self._turn + 1)
+                await self._forget(lambda keys: self._read(partial(sealed, keys)), before_turn=self._turn + 1)
                 self._forgotten_until = version
 
-    async def _forget(self, gone: Callable[[list[bytes]], Awaitable[list[bytes]]], *, before_turn: int) -> None:
-        """Drop ids of earlier turns from the private file, a few at a time, between requests; ``gone``: which ones."""
+    async def _forget(
+        self, which: Callable[[list[bytes]], Awaitable[tuple[int, list[bytes]]]], *, before_turn: int
+    ) -> None:
+        """Drop ids of earlier turns from the private file, a few at a time, between requests.
+
+        ``which``: (how many it has looked at, one at least; those to be dropped).
+        """
         last = b""
         while rows := self._unsealed.execute(
             "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, before_turn, _FORGET_ROWS)
         ).fetchall():
             keys = [key for (key,) in rows]
-            dropped = [(key, before_turn) for key in await gone(keys)]
-            self._forgets += bool(dropped)
+            looked_at, gone = await which(keys)
             self._unsealed_rows -= self._unsealed.executemany(
-                "DELETE FROM ids WHERE key = ? AND turn < ?", dropped
+                "DELETE FROM ids WHERE key = ? AND turn < ?", [(key, before_turn) for key in gone]
             ).rowcount
-            last = keys[-1]
+            for dropped in self._dropped.values():
+                dropped.update(gone)
+            last = keys[looked_at - 1]
             await asyncio.sleep(0)
+
+
+def _look_up(keys: list[bytes], index: SealedIds) -> tuple[int, dict[bytes, bytes | None]]:
+    """(the version up to which the index has been read, what it has of each key)."""
+    return index.version(), {key: index.get(key) for key in keys}
 
 
 def _private_file() -> sqlite3.Connection:

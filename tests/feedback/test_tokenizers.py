@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from feedback.scoring.sources.reward_model import encode
 from feedback.tokenizers import load_tokenizer, rust_part
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
@@ -34,31 +36,73 @@ def make(folder: Path, merges: list[tuple[str, str]] | None = None, *, longest: 
 def test_folders_whose_tokenizers_do_the_same_share_the_part_that_does_it(tmp_path: Path) -> None:
     one = load_tokenizer(make(tmp_path / "one"))
     other = load_tokenizer(make(tmp_path / "other", chat_template="{{ messages[0].content }}"))
-    assert one.backend_tokenizer is other.backend_tokenizer
-    assert rust_part(one) is one.backend_tokenizer
-    assert (one.chat_template, other.chat_template) == (None, "{{ messages[0].content }}")
+    assert rust_part(one) is rust_part(other) is rust_part(one)
+    assert rust_part(one).encode(TEXT).ids == one.encode(TEXT)
 
 
 def test_another_tokenizer_shares_nothing(tmp_path: Path) -> None:
     one, other = (
-        load_tokenizer(make(tmp_path / "one")),
-        load_tokenizer(make(tmp_path / "other", [("s", "a"), ("e", "o")])),
+        rust_part(load_tokenizer(make(tmp_path / "one"))),
+        rust_part(load_tokenizer(make(tmp_path / "other", [("s", "a"), ("e", "o")]))),
     )
-    assert one.backend_tokenizer is not other.backend_tokenizer
-    assert one.encode("says apples") == other.encode("says apples")
-    assert one.encode("eo") != other.encode("eo")
+    assert one.encode("says apples").ids == other.encode("says apples").ids
+    assert one.encode("eo").ids != other.encode("eo").ids
 
 
 def test_what_the_file_says_of_cutting_and_padding_does_not_count(tmp_path: Path) -> None:
-    free, cut = load_tokenizer(make(tmp_path / "free")), load_tokenizer(make(tmp_path / "cut", longest=5))
-    whole = free.encode(TEXT)
+    whole = load_tokenizer(make(tmp_path / "free")).encode(TEXT)
+    cut = rust_part(load_tokenizer(make(tmp_path / "cut", longest=5)))
+    assert cut.encode(TEXT).ids == whole
     assert len(whole) > 5
-    assert cut.encode(TEXT) == rust_part(cut).encode(TEXT).ids == whole
-    assert cut.encode("is") == rust_part(cut).encode("is").ids == free.encode("is")
+    assert len(cut.encode("is").ids) == 2
 
 
-def test_a_tokenizer_in_python_has_no_such_part() -> None:
+def test_what_transformers_sets_of_its_own_part_changes_nothing_for_others(tmp_path: Path) -> None:
+    folder = make(tmp_path / "one")
+    strict = load_tokenizer(make(tmp_path / "strict", split_special_tokens=True))
+    one = load_tokenizer(folder)
+    shared, text = rust_part(one), f"{TEXT}<pad>"
+    before = shared.encode(text).ids
+    assert before[-1] == one.pad_token_id
+    strict.encode(text)
+    one(text, truncation=True, max_length=3, padding="max_length")
+    one.add_tokens(["what"])
+    assert shared.encode(text).ids == rust_part(strict).encode(text).ids == before
+    assert rust_part(load_tokenizer(folder)).encode(text).ids == before
+
+
+def test_a_tokenizer_in_python_has_no_such_part(tmp_path: Path) -> None:
+    class Words:
+        def split(self, _: int, text: Any) -> list[Any]:
+            return [text]
+
+        def pre_tokenize(self, text: Any) -> None:
+            text.split(self.split)
+
+    tokenizer = load_tokenizer(make(tmp_path))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(Words())
+    assert rust_part(tokenizer) is None  # it can't be copied
     assert rust_part(object()) is None
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("types", [False, True])
+def test_a_reward_model_reads_what_transformers_would_have_it_read(tmp_path: Path, strict: bool, types: bool) -> None:
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if types else [])]
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }}<pad>{% endfor %}"
+    tokenizer = load_tokenizer(
+        make(tmp_path, chat_template=template, split_special_tokens=strict, model_input_names=names, longest=4)
+    )
+    for row in (
+        {"prompt": "what<pad>", "messages": None, "response": "people say"},
+        {"prompt": None, "messages": json.dumps([{"role": "user", "content": "what"}]), "response": "people say<pad>"},
+    ):
+        if row["messages"] is None:
+            expected = tokenizer(row["prompt"], row["response"])
+        else:
+            said = [*json.loads(row["messages"]), {"role": "assistant", "content": row["response"]}]
+            expected = tokenizer.apply_chat_template(said, tokenize=True, return_dict=True)
+        assert encode(tokenizer, row) == {name: expected[name] for name in names if name != "attention_mask"}
 
 
 class _Allocated(ctypes.Structure):
@@ -81,7 +125,6 @@ def test_those_that_went_leave_no_cache_behind(tmp_path: Path) -> None:
     def read(number: int) -> None:
         tokenizer = load_tokenizer(folder)
         for i in range(2000):
-            tokenizer.encode(word(i))
             rust_part(tokenizer).encode(word(i + number))
 
     def word(number: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from feedback.tokenizers import load_tokenizer
 from feedback.trusted_code import trusted
+from serve.generation.tokenizer import Text
 
 
 class UnfitTextError(ValueError):
@@ -26,6 +27,7 @@ class DemonstrationTokenizer:
     def __init__(self, policy: Path) -> None:
         self.policy = policy
         self.tokenizer: Any = load_tokenizer(policy)
+        self._text = Text(self.tokenizer)
         added = self.tokenizer.added_tokens_decoder
         self.special = {*self.tokenizer.all_special_ids, *(token for token, of in added.items() if of.special)}
 
@@ -45,7 +47,7 @@ class DemonstrationTokenizer:
                 or characters that the tokenizer has no token for; or the chat template fails on it.
             ValueError: the policy has nothing to end a response with.
         """
-        if not self.special.isdisjoint(self._encode(text, special_tokens=False)):
+        if not self.special.isdisjoint(self._text.token_ids(text, special_tokens=False)):
             raise UnfitTextError("text with special or unknown tokens")
         if messages is None or not self.tokenizer.chat_template:
             return [*self._after(prompt, prompt_token_ids, text), self.end]
@@ -72,13 +74,10 @@ class DemonstrationTokenizer:
     def _after(self, prompt: str | None, prompt_token_ids: Sequence[int], text: str) -> list[int]:
         before = list(prompt_token_ids)
         for special_tokens in (False, True) if prompt is not None else ():
-            whole = self._encode(f"{prompt}{text}", special_tokens)
+            whole = self._text.token_ids(f"{prompt}{text}", special_tokens)
             if whole[: len(before)] == before:  # else a token lies across the seam, or the tokenizer is another one
                 return whole[len(before) :]
-        return self._encode(text, special_tokens=False)
-
-    def _encode(self, text: str, special_tokens: bool) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=special_tokens))
+        return self._text.token_ids(text, special_tokens=False)
 
     @cached_property
     def end(self) -> int:

@@ -24,7 +24,7 @@ import pyarrow as pa
 from feedback.config import ClassifierConfig
 from feedback.files import ERASURES
 from feedback.scoring.sources.rules import Reasons, Values
-from feedback.tokenizers import load_tokenizer
+from feedback.tokenizers import load_tokenizer, rust_part
 from feedback.trusted_code import trusted
 
 log = logging.getLogger(__name__)
@@ -198,16 +198,29 @@ def encode(tokenizer: Any, row: Mapping[str, Any]) -> Inputs:
     if row.get("messages") is not None and tokenizer.chat_template:
         messages = [*json.loads(row["messages"]), {"role": "assistant", "content": row["response"]}]
         try:
-            encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
+            texts = [str(tokenizer.apply_chat_template(messages, tokenize=False))]
         except Exception as error:  # a template is a program, which may raise anything
             raise ValueError(f"the model's chat template failed: {type(error).__name__}: {error}") from error
     elif row.get("prompt") is not None:
-        encoded = tokenizer(row["prompt"], row["response"], truncation=False)
+        texts = [row["prompt"], row["response"]]
     else:
         raise ValueError("the prompt has no text")
-    if not encoded["input_ids"]:
+    inputs = _inputs(tokenizer, texts)
+    if not inputs["input_ids"]:
         raise ValueError("neither prompt nor response has a token")
-    return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
+    return inputs
+
+
+def _inputs(tokenizer: Any, texts: list[str]) -> Inputs:
+    """Of a conversation as its template has it, or of a prompt and its response."""
+    special = len(texts) == 2  # a template writes special tokens itself
+    rust = rust_part(tokenizer)
+    if rust is None or tokenizer.split_special_tokens:
+        encoded = tokenizer(*texts, add_special_tokens=special, truncation=False)
+        return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
+    found = rust.encode(*texts, add_special_tokens=special)
+    types = {"token_type_ids": found.type_ids} if "token_type_ids" in tokenizer.model_input_names else {}
+    return {"input_ids": found.ids, **types}
 
 
 def token_batches(lengths: dict[int, int], config: ClassifierConfig) -> Iterator[list[int]]:

@@ -65,7 +65,7 @@ def test_a_cycle_that_was_killed_leaves_servers_no_candidate_to_prepare(
         _until(lambda: any(record.stages for record in records.load_all(settings)), process, log)
         _until(lambda: any(True for _ in _cycles(settings)), process, log)
         store.announce(1)
-        max(_cycles(settings), key=psutil.Process.create_time).kill()  # its subreaper has the same name
+        max(_cycles(settings), key=lambda one: (one.create_time(), one.pid)).kill()  # its subreaper has the same name
         _until(lambda: store.announced() is None, process, log)
     stop(process, log)
 

@@ -423,17 +423,19 @@ async def test_what_a_hanging_disk_may_have_recorded_is_not_acknowledged_with_an
 
 
 class Held:
-    """Keeps the thread that reads an index at a look-up, before or behind it, until it is let go."""
+    """Keeps the thread that reads an index at its first look-up, before or behind it, until it is let go."""
 
     def __init__(self, ledger: SeenFeedback, *, behind: bool = False) -> None:
         self.reached, self.free = asyncio.Event(), threading.Event()
         index, loop = ledger._sealed, asyncio.get_running_loop()
-        get = index.get
+        get, waits = index.get, [True]
 
         def held(key: bytes) -> bytes | None:
             found = get(key) if behind else None
-            loop.call_soon_threadsafe(self.reached.set)
-            assert self.free.wait(120)
+            if waits:
+                loop.call_soon_threadsafe(self.reached.set)
+                assert self.free.wait(120)
+                waits.clear()
             return found if behind else get(key)
 
         index.get = held  # type: ignore[method-assign]
@@ -450,16 +452,43 @@ async def test_a_disk_that_hangs_holds_up_look_ups_alone_and_each_of_them_for_a_
     assert await ledger.record(body(), journal) == "new"
     disk = Held(ledger)
     try:
-        for _ in range(2):
-            with pytest.raises(SeenFeedbackError, match=r"not read within 0\.2 s"):
+        for why in (r"was not read within 0\.2 s", r"is read for more than 0\.2 s"):
+            with pytest.raises(SeenFeedbackError, match=why):
                 await ledger.record(body(), journal)
+        for _ in range(100):
+            with pytest.raises(SeenFeedbackError):
+                await ledger.check(body())
+        assert len(ledger._reading) == 1  # nothing piles up
         assert ledger.stats()["healthy"] == 0
         assert await ledger.record(body(feedback_id="f2"), journal, generated_id=True) == "new"
     finally:
         disk.let_go()
+    await until(lambda: ledger._reading[0].done())
     assert await ledger.record(body(), journal) == "same"
     assert await ledger.record(body(0.0), journal) == "conflict"
     assert rows(folder, "feedback").num_rows == 2
+
+
+async def test_a_ledger_on_a_disk_that_hangs_closes_and_leaves_the_process_to_end_without_it(folder, monkeypatch, lake):
+    reasons: list[str] = []
+    monkeypatch.setattr("feedback.ingest.idempotency.skip_teardown", reasons.append)
+    monkeypatch.setattr("feedback.ingest.idempotency._CLOSE_S", 0.2)
+    ledger = SeenFeedback(lake, folder)
+    ledger.open()
+    disk = Held(ledger)
+    waiting = asyncio.create_task(ledger.check(body()))
+    await disk.reached.wait()
+    queued = asyncio.create_task(ledger.check(body()))
+    await asyncio.sleep(0)
+    ledger.close()
+    ledger.close()
+    assert reasons == ["the index of feedback ids is open"]
+    with pytest.raises(SeenFeedbackError, match="the server ends"):
+        await ledger.check(body())
+    disk.let_go()
+    for asked in (waiting, queued):  # answered somehow, and neither cancelled nor left waiting
+        with pytest.raises(SeenFeedbackError):
+            await asyncio.wait_for(asked, 20)
 
 
 async def test_an_id_that_is_recorded_while_it_is_looked_up_is_recorded_once(folder, journal, opened):
@@ -492,4 +521,63 @@ async def test_an_id_that_is_sealed_and_forgotten_while_it_is_looked_up_is_known
         return found
 
     monkeypatch.setattr(ledger, "_read", read_and_fall_behind)
-    assert await ledger.check(body()) == "same"
+    assert await ledger.check_all([body(), body(0.0), body(feedback_id="f2"), body()]) == [
+        "same",
+        "conflict",
+        "new",
+        "same",
+    ]
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0])
+async def test_feedback_that_leaves_the_lake_and_the_index_while_it_is_looked_up_is_new(
+    folder, tmp_path, lake, opened, value
+):
+    put(lake, "feedback", [body(source="eve")])
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    slow = Held(ledger, behind=True)
+    recording = asyncio.create_task(ledger.record(body(value, source="eve"), journal))
+    await slow.reached.wait()
+    await asyncio.to_thread(gone_by, "retention", lake, tmp_path / "elsewhere")
+    await asyncio.to_thread(seal, lake, folder)
+    following = asyncio.create_task(ledger.follow())  # it opens the index that was built anew, behind the look-up
+    await until(lambda: len(ledger._reading) > 1)
+    slow.let_go()
+    assert await recording == "new"
+    following.cancel()
+    journal.close()
+    seal(lake, folder)
+    assert lake.counts()["feedback"] == 1
+
+
+async def test_a_slow_disk_ends_a_forgetting_and_other_look_ups_wait_for_a_moment_of_it(
+    folder, lake, opened, monkeypatch
+):
+    monkeypatch.setattr("feedback.ingest.idempotency._READ_S", 1.0)
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    count = 400
+    for i in range(count):
+        await ledger.record(body(feedback_id=f"f{i}"), journal, generated_id=True)
+    journal.close()
+    seal(lake, folder)
+    get = ledger._sealed.get
+
+    def slow(key: bytes) -> bytes | None:
+        threading.Event().wait(0.008)  # 200 of these are more than a look-up may take
+        return get(key)
+
+    monkeypatch.setattr(ledger._sealed, "get", slow)
+    following = asyncio.create_task(ledger.follow())
+    asked = 0
+    async with asyncio.timeout(120):
+        while ledger.stats()["unsealed"]:
+            assert await ledger.check(body(feedback_id="f0")) == "same"
+            assert await ledger.check(body(feedback_id="other")) == "new"
+            asked += 1
+    following.cancel()
+    assert asked > 5
+    assert ledger.error is None
