@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from feedback.trusted_code import trusted
 
 _MOST: Final = 8
+_ENCODING: Final = ("__call__", "encode", "_encode_plus")
 _parts: Final[OrderedDict[bytes, Any]] = OrderedDict()  # by what they were made from; the last that was asked for last
 _part_of: Final[WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
 _lock: Final = threading.Lock()
@@ -44,6 +45,18 @@ def rust_part(tokenizer: Any) -> Any:
         if tokenizer not in _part_of:
             _part_of[tokenizer] = _made(own)
         return _part_of[tokenizer]
+
+
+def encodes_in_rust(tokenizer: Any) -> bool:
+    """Whether transformers' calls of a tokenizer make what its Rust part makes of a text, and no more of it."""
+    from transformers import PreTrainedTokenizerFast
+
+    mine = type(tokenizer)
+    return (
+        issubclass(mine, PreTrainedTokenizerFast)
+        and all(getattr(mine, name) is getattr(PreTrainedTokenizerFast, name) for name in _ENCODING)
+        and not tokenizer.split_special_tokens
+    )
 
 
 def _made(own: Any) -> Any:

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from feedback.ingest.id_index import SealedIds, content_of, key_of, keys_and_contents, take_in
 from feedback.journal.codec import to_batch
@@ -46,7 +46,14 @@ _READ_S: Final = 10.0
 _CLOSE_S: Final = 5.0
 
 _Erased = tuple[Path | None, frozenset[str]]
-"""An index, and the erasures that it has taken in."""
+"""An index, and the erasures that there were."""
+
+
+class _State(NamedTuple):
+    """Which index was open, and the version of the feedback table up to which it had been read."""
+
+    path: Path | None
+    version: int
 
 
 class SeenFeedbackError(RuntimeError):
@@ -106,26 +113,24 @@ class SeenFeedback:
 
         Raises SeenFeedbackError if that can't be looked up.
         """
-        verdicts, _ = await self._check([row])
-        return verdicts[0]
+        return (await self.check_all([row]))[0]
 
     async def check_all(self, rows: Sequence[dict[str, Any]]) -> list[Verdict]:
         """``check`` of each."""
-        verdicts, _ = await self._check(rows)
-        return verdicts
+        return (await self._check(rows))[0]
 
-    async def _check(self, rows: Sequence[dict[str, Any]]) -> tuple[list[Verdict], int]:
-        """(``check`` of each, the version of the feedback table up to which the index had been read)."""
+    async def _check(self, rows: Sequence[dict[str, Any]]) -> tuple[list[Verdict], list[_State]]:
+        """(``check`` of each, the states of the index by which)."""
         keys = [key_of(row["tenant"], row["feedback_id"]) for row in rows]
         known: dict[bytes, bytes | None] = dict.fromkeys(keys)
-        versions, look_up = list[int](), object()
+        states, look_up = list[_State](), object()
         self._dropped[look_up] = set(keys)
         with self._comparing("what is recorded"):
             try:
                 while unknown := [key for key in self._dropped[look_up] if known[key] is None]:
                     self._dropped[look_up] = set()
-                    version, sealed = await self._read(partial(_look_up, unknown))
-                    versions.append(version)
+                    state, sealed = await self._read(partial(_look_up, unknown))
+                    states.append(state)
                     # Nothing else runs from here to the verdict: what is recorded by now is seen, unless it was sealed
                     # and forgotten since the index was read, which is looked up again.
                     known |= {key: sealed[key] or self._recorded(key) for key in unknown}
@@ -136,7 +141,7 @@ class SeenFeedback:
         for row, key in zip(rows, keys, strict=True):
             content = known[key]
             verdicts.append("new" if content is None else "same" if content == content_of(row) else "conflict")
-        return verdicts, min(versions, default=0)
+        return verdicts, states
 
     async def compare(self, row: dict[str, Any]) -> Verdict:
         """As ``check``, once what was removed meanwhile is forgotten: what is known will stay recorded.
@@ -144,10 +149,10 @@ class SeenFeedback:
         Raises SeenFeedbackError too while an erasure may remove it.
         """
         erased_until = self._erased_until  # what is removed from here on is looked for below
-        (verdict,), version = await self._check([row])
+        (verdict,), states = await self._check([row])
         # Looked at before what was removed: an erasure that ends in between is seen there.
         being_erased = verdict == "same" and await self._is_being_erased(row)
-        if verdict != "new" and await self._forget_removed(version, erased_until):
+        if verdict != "new" and await self._forget_removed(states, erased_until):
             return await self.compare(row)
         if being_erased:
             raise SeenFeedbackError(
@@ -193,7 +198,6 @@ class SeenFeedback:
             try:
                 if self._sealed.damaged:
                     await asyncio.to_thread(take_in, self.lake, self.journal_folder, rebuild=True)
-                await self._read(SealedIds.reopen)
                 await self._forget_erased()
                 await self._forget_sealed()
                 self.error = None
@@ -222,7 +226,7 @@ class SeenFeedback:
             async with asyncio.timeout(_READ_S):
                 return await asyncio.wrap_future(reading)
         except TimeoutError:
-            self._late = self._reading[0]
+            self._late = next((one for one in self._reading if not one.done()), None)
             raise TimeoutError(f"the index of feedback ids was not read within {_READ_S:g} s") from None
 
     def _recorded(self, key: bytes) -> bytes | None:
@@ -272,10 +276,10 @@ class SeenFeedback:
         with self._comparing("what is being erased"):
             return await asyncio.to_thread(is_being_erased, self.lake, "feedback", to_batch([row], FEEDBACK))
 
-    async def _forget_removed(self, version: int, erased_until: _Erased | None) -> bool:
+    async def _forget_removed(self, states: Sequence[_State], erased_until: _Erased | None) -> bool:
         """Whether feedback left the lake or the journal that was still known here; it is forgotten then.
 
-        ``version``: up to which the index had been read, ``erased_until``: what had been forgotten, as it was known.
+        ``states``: of the index by which it was known, ``erased_until``: what had been forgotten by before that.
 
         Checked before an id is answered as known: else the feedback would be acknowledged and recorded nowhere. A lake
         on an object store is not read, as one that can't be reached would hold up every repeated request: there an id
@@ -284,11 +288,13 @@ class SeenFeedback:
         if not self.lake.local or erased_until is None:
             return False
         with self._comparing("what is recorded"):
-            removed = await asyncio.to_thread(registered, self.lake) != erased_until[1]
-            if not (removed or await asyncio.to_thread(rows_left, self.lake, "feedback", version)):
+            path, erasures = erased_until
+            known = all(state.path == path for state in states)  # nothing was forgotten yet by a newer index
+            known = known and await asyncio.to_thread(registered, self.lake) == erasures
+            since = min(state.version for state in states)
+            if known and not await asyncio.to_thread(rows_left, self.lake, "feedback", since):
                 return False
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
-            await self._read(SealedIds.reopen)
             await self._forget_erased()
         return True
 
@@ -302,26 +308,28 @@ class SeenFeedback:
             raise SeenFeedbackError(f"feedback can't be compared with {what}: {error}") from error
 
     async def _forget_erased(self) -> None:
-        """Forget what left the lake, or will never come to it: sent again, it is new.
+        """Open the newest index, and forget what left the lake, or will never come to it: sent again, it is new.
 
         There is such feedback after an erasure, which is in the registry, and after rows left the lake, when the index
         is rebuilt.
         """
         async with self._forgetting:
             erasures = await asyncio.to_thread(registered, self.lake)
-            if (self._sealed.path, erasures) == self._erased_until:
+            if (await self._read(_reopened), erasures) == self._erased_until:
                 return
             self._turn = turn = self._turn + 1
             # The journal is read before the lake here too, so that nothing is taken for gone that is sealed in between.
             kept = await asyncio.to_thread(self._in_journal)
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
-            await self._read(SealedIds.reopen)
+            path = await self._read(_reopened)
 
             async def in_neither(keys: list[bytes]) -> tuple[int, list[bytes]]:
                 return len(keys), [key for key in keys if key not in kept]
 
-            await self._forget(in_neither, before_turn=turn)
-            self._erased_until = (self._sealed.path, erasures)
+            last: bytes | None = b""
+            while last is not None:
+                last = await self._forget(last, in_neither, before_turn=turn)
+            self._erased_until = (path, erasures)
 
     async def _forget_sealed(self) -> None:
         """Drop from the private file what the index has."""
@@ -335,37 +343,47 @@ class SeenFeedback:
                     return looked_at, found
             return len(keys), found
 
-        async with self._forgetting:  # an erasure that comes meanwhile is forgotten after it
-            version = await self._read(SealedIds.version)
-            if version != self._forgotten_until:
-                await self._forget(lambda keys: self._read(partial(sealed, keys)), before_turn=self._turn + 1)
-                self._forgotten_until = version
+        version, turn = await self._read(SealedIds.version), self._turn + 1
+        if version == self._forgotten_until:
+            return
+        last: bytes | None = b""
+        while last is not None:
+            async with self._forgetting:  # of what is erased meanwhile nothing comes anew in between
+                last = await self._forget(last, lambda keys: self._read(partial(sealed, keys)), before_turn=turn)
+        self._forgotten_until = version
 
     async def _forget(
-        self, which: Callable[[list[bytes]], Awaitable[tuple[int, list[bytes]]]], *, before_turn: int
-    ) -> None:
-        """Drop ids of earlier turns from the private file, a few at a time, between requests.
+        self, last: bytes, which: Callable[[list[bytes]], Awaitable[tuple[int, list[bytes]]]], *, before_turn: int
+    ) -> bytes | None:
+        """Drop ids of earlier turns behind ``last`` from the private file, a few; the last one looked at, if any is.
 
         ``which``: (how many it has looked at, one at least; those to be dropped).
         """
-        last = b""
-        while rows := self._unsealed.execute(
+        rows = self._unsealed.execute(
             "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, before_turn, _FORGET_ROWS)
-        ).fetchall():
-            keys = [key for (key,) in rows]
-            looked_at, gone = await which(keys)
-            self._unsealed_rows -= self._unsealed.executemany(
-                "DELETE FROM ids WHERE key = ? AND turn < ?", [(key, before_turn) for key in gone]
-            ).rowcount
-            for dropped in self._dropped.values():
-                dropped.update(gone)
-            last = keys[looked_at - 1]
-            await asyncio.sleep(0)
+        ).fetchall()
+        if not rows:
+            return None
+        keys = [key for (key,) in rows]
+        looked_at, gone = await which(keys)
+        self._unsealed_rows -= self._unsealed.executemany(
+            "DELETE FROM ids WHERE key = ? AND turn < ?", [(key, before_turn) for key in gone]
+        ).rowcount
+        for dropped in self._dropped.values():
+            dropped.update(gone)
+        await asyncio.sleep(0)  # to requests
+        return keys[looked_at - 1]
 
 
-def _look_up(keys: list[bytes], index: SealedIds) -> tuple[int, dict[bytes, bytes | None]]:
-    """(the version up to which the index has been read, what it has of each key)."""
-    return index.version(), {key: index.get(key) for key in keys}
+def _reopened(index: SealedIds) -> Path | None:
+    """The file that is the newest, and open."""
+    index.reopen()
+    return index.path
+
+
+def _look_up(keys: list[bytes], index: SealedIds) -> tuple[_State, dict[bytes, bytes | None]]:
+    """(the state of the index, what it has of each key)."""
+    return _State(index.path, index.version()), {key: index.get(key) for key in keys}
 
 
 def _private_file() -> sqlite3.Connection:

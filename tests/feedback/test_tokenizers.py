@@ -95,6 +95,7 @@ def test_a_reward_model_reads_what_transformers_would_have_it_read(tmp_path: Pat
     )
     for row in (
         {"prompt": "what<pad>", "messages": None, "response": "people say"},
+        {"prompt": "what people", "messages": None, "response": ""},
         {"prompt": None, "messages": json.dumps([{"role": "user", "content": "what"}]), "response": "people say<pad>"},
     ):
         if row["messages"] is None:
@@ -103,6 +104,26 @@ def test_a_reward_model_reads_what_transformers_would_have_it_read(tmp_path: Pat
             said = [*json.loads(row["messages"]), {"role": "assistant", "content": row["response"]}]
             expected = tokenizer.apply_chat_template(said, tokenize=True, return_dict=True)
         assert encode(tokenizer, row) == {name: expected[name] for name in names if name != "attention_mask"}
+
+
+def test_a_reward_models_tokenizer_that_does_more_than_its_part_in_rust_is_called(tmp_path: Path) -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _encode_plus(self, text: Any, text_pair: Any = None, **how: Any) -> Any:
+            return super()._encode_plus(text.lower(), text_pair, **how)
+
+    plain = load_tokenizer(make(tmp_path))
+    shouting = Shouting(tokenizer_object=plain.backend_tokenizer)
+    rows = [{"prompt": text, "messages": None, "response": "so"} for text in ("what", "WHAT")]
+    assert encode(shouting, rows[1]) == encode(shouting, rows[0]) == encode(plain, rows[0])
+
+
+def test_a_text_that_a_reward_models_tokenizer_has_no_tokens_for_is_a_fault_of_the_row(tmp_path: Path) -> None:
+    rust = Tokenizer(models.Unigram([("a", -1.0)], unk_id=None))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, chat_template="{{ messages[-1].content }}")
+    with pytest.raises(ValueError, match="tokenizer failed"):
+        encode(tokenizer, {"prompt": "a", "messages": None, "response": "b"})
+    with pytest.raises(ValueError, match="chat template failed"):
+        encode(tokenizer, {"prompt": None, "messages": "[]", "response": "b"})
 
 
 class _Allocated(ctypes.Structure):

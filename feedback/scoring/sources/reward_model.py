@@ -24,7 +24,7 @@ import pyarrow as pa
 from feedback.config import ClassifierConfig
 from feedback.files import ERASURES
 from feedback.scoring.sources.rules import Reasons, Values
-from feedback.tokenizers import load_tokenizer, rust_part
+from feedback.tokenizers import encodes_in_rust, load_tokenizer, rust_part
 from feedback.trusted_code import trusted
 
 log = logging.getLogger(__name__)
@@ -198,27 +198,30 @@ def encode(tokenizer: Any, row: Mapping[str, Any]) -> Inputs:
     if row.get("messages") is not None and tokenizer.chat_template:
         messages = [*json.loads(row["messages"]), {"role": "assistant", "content": row["response"]}]
         try:
-            texts = [str(tokenizer.apply_chat_template(messages, tokenize=False))]
+            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+            inputs = _inputs(tokenizer, text, special_tokens=False)  # a template writes them itself
         except Exception as error:  # a template is a program, which may raise anything
             raise ValueError(f"the model's chat template failed: {type(error).__name__}: {error}") from error
     elif row.get("prompt") is not None:
-        texts = [row["prompt"], row["response"]]
+        texts = [row["prompt"], row["response"]] if row["response"] else [row["prompt"]]
+        try:
+            inputs = _inputs(tokenizer, *texts, special_tokens=True)
+        except Exception as error:  # a tokenizer may lack a token for what it does not know
+            raise ValueError(f"the model's tokenizer failed: {type(error).__name__}: {error}") from error
     else:
         raise ValueError("the prompt has no text")
-    inputs = _inputs(tokenizer, texts)
     if not inputs["input_ids"]:
         raise ValueError("neither prompt nor response has a token")
     return inputs
 
 
-def _inputs(tokenizer: Any, texts: list[str]) -> Inputs:
-    """Of a conversation as its template has it, or of a prompt and its response."""
-    special = len(texts) == 2  # a template writes special tokens itself
-    rust = rust_part(tokenizer)
-    if rust is None or tokenizer.split_special_tokens:
-        encoded = tokenizer(*texts, add_special_tokens=special, truncation=False)
+def _inputs(tokenizer: Any, *texts: str, special_tokens: bool) -> Inputs:
+    """As transformers makes them of one text, or of a pair."""
+    rust = rust_part(tokenizer) if encodes_in_rust(tokenizer) else None
+    if rust is None:
+        encoded = tokenizer(*texts, add_special_tokens=special_tokens, truncation=False)
         return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
-    found = rust.encode(*texts, add_special_tokens=special)
+    found = rust.encode(*texts, add_special_tokens=special_tokens)
     types = {"token_type_ids": found.type_ids} if "token_type_ids" in tokenizer.model_input_names else {}
     return {"input_ids": found.ids, **types}
 

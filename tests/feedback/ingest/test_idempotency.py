@@ -65,6 +65,12 @@ async def until_checked(ledger: SeenFeedback, row: dict[str, Any], verdict: str)
             await asyncio.sleep(0.01)
 
 
+async def until_compared(ledger: SeenFeedback, row: dict[str, Any], verdict: str) -> None:
+    async with asyncio.timeout(120):
+        while await ledger.compare(row) != verdict:
+            await asyncio.sleep(0.01)
+
+
 async def test_the_same_again_is_recorded_once_and_other_content_is_a_conflict(folder, journal, opened):
     ledger = opened()
     assert await ledger.record(body(), journal) == "new"
@@ -550,6 +556,100 @@ async def test_feedback_that_leaves_the_lake_and_the_index_while_it_is_looked_up
     journal.close()
     seal(lake, folder)
     assert lake.counts()["feedback"] == 1
+
+
+async def test_feedback_is_not_known_while_what_left_the_lake_is_being_forgotten(folder, tmp_path, lake, opened):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    journal.close()
+    seal(lake, folder)
+    gone_by("retention", lake, tmp_path / "elsewhere")
+    seal(lake, folder)
+    reached, free, in_journal = threading.Event(), threading.Event(), ledger._in_journal
+
+    def slow() -> dict[bytes, bytes]:
+        reached.set()
+        assert free.wait(120)
+        return in_journal()
+
+    ledger._in_journal = slow  # it has opened the index that was built anew, and not forgotten by it
+    following = asyncio.create_task(ledger.follow())
+    assert await asyncio.to_thread(reached.wait, 120)
+    again = Journal(folder, JournalConfig(), "replica-0")
+    again.open()
+    recording = asyncio.create_task(ledger.record(body(source="eve"), again))
+    await asyncio.sleep(0.2)
+    free.set()
+    assert await recording == "new"
+    following.cancel()
+    again.close()
+    seal(lake, folder)
+    assert lake.counts()["feedback"] == 1
+
+
+async def test_what_leaves_the_lake_while_something_else_is_forgotten_is_forgotten_behind_it(
+    folder, tmp_path, lake, opened, monkeypatch
+):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    journal.close()
+    seal(lake, folder)
+    gone_by("retention", lake, tmp_path / "elsewhere")
+    seal(lake, folder)
+    again = Journal(folder, JournalConfig(), "replica-0")
+    again.open()
+    assert await ledger.record(body(feedback_id="f2", source="eve"), again, generated_id=True) == "new"
+    reached, free, forget = asyncio.Event(), asyncio.Event(), ledger._forget
+
+    async def slow(*which: Any, before_turn: int) -> bytes | None:
+        reached.set()
+        await free.wait()
+        return await forget(*which, before_turn=before_turn)
+
+    monkeypatch.setattr(ledger, "_forget", slow)
+    asking = asyncio.create_task(ledger.compare(body(source="eve")))
+    await reached.wait()
+    await asyncio.to_thread(again.close)
+    await asyncio.to_thread(seal, lake, folder)
+    await asyncio.to_thread(gone_by, "retention", lake, tmp_path / "elsewhere")
+    await asyncio.to_thread(seal, lake, folder)
+    following = asyncio.create_task(ledger.follow())
+    await asyncio.sleep(0.2)
+    free.set()
+    assert await asking == "new"
+    await until_compared(ledger, body(feedback_id="f2", source="eve"), "new")
+    following.cancel()
+    assert ledger.stats()["unsealed"] == 0
+
+
+async def test_an_index_that_was_opened_too_late_for_who_asked_is_not_taken_for_one_that_was_forgotten_by(
+    folder, tmp_path, lake, opened, monkeypatch
+):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    journal.close()
+    seal(lake, folder)
+    gone_by("retention", lake, tmp_path / "elsewhere")
+    reopen, free = ledger._sealed.reopen, threading.Event()
+
+    def slow() -> None:
+        assert free.wait(120)
+        reopen()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.ingest.idempotency._READ_S", 0.2)
+        patch.setattr(ledger._sealed, "reopen", slow)
+        with pytest.raises(SeenFeedbackError, match=r"not read within 0\.2 s"):
+            await ledger.compare(body(source="eve"))
+        free.set()
+        await until(lambda: all(reading.done() for reading in ledger._reading))
+    assert await ledger.compare(body(source="eve")) == "new"
 
 
 async def test_a_slow_disk_ends_a_forgetting_and_other_look_ups_wait_for_a_moment_of_it(
