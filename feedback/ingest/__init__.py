@@ -1,8 +1,8 @@
 """From the journal into the lake, each row exactly once.
 
 Read ``seal`` (closed segments become rows), then ``sealer_process`` (runs it in the background), ``idempotency`` (which
-feedback ids were acknowledged), ``id_index`` (the ids that the lake holds) and ``deduplication`` (leaves out, at the
-seal, what another replica took too).
+feedback ids were acknowledged), ``id_index`` (the ids that the lake holds), ``disk_thread`` (in which these are read,
+with a limit) and ``deduplication`` (leaves out, at the seal, what another replica took too).
 
 A repeated feedback id needs all three. ``idempotency`` answers it before it is appended: from a private file while the
 row is in the journal, from the index after the seal, from both after a restart. ``id_index`` makes that cheap: with a

@@ -82,7 +82,7 @@ class SealedIds:
 
     def reopen(self) -> None:
         """Open the newest index, if it is not open already. Raises LakeError if there is none."""
-        newest = _newest(self.journal_folder)
+        newest = newest_index(self.journal_folder)
         if newest is None:
             self.damaged = True
             raise LakeError(f"there is no index of feedback ids in {self.journal_folder}")
@@ -132,7 +132,7 @@ def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None
     make_folder(folder)
     with locked(folder / ".lock", lake.config.lock_timeout_s):
         snapshot = snapshot or lake.table("feedback")
-        path = _newest(journal_folder)
+        path = newest_index(journal_folder)
         if path is not None and not rebuild:
             try:
                 version = _update(path, lake, snapshot)
@@ -151,11 +151,12 @@ def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None
 
 def take_in_if_used(lake: Lake, journal_folder: Path) -> None:
     """``take_in`` where a server or a sealer has needed an index before."""
-    if _newest(journal_folder) is not None:
+    if newest_index(journal_folder) is not None:
         take_in(lake, journal_folder)
 
 
-def _newest(journal_folder: Path) -> Path | None:
+def newest_index(journal_folder: Path) -> Path | None:
+    """The file of the index that was built last; None if there is none."""
     return max((journal_folder / "ids").glob("*.db"), default=None)  # a UUIDv7 grows with time
 
 

@@ -3,8 +3,8 @@
 What the lake holds is looked up in the index of ``feedback.ingest.id_index``, which the sealer keeps up to date for all
 replicas' feedback. What this process acknowledged and the lake may not hold yet is in a private SQLite file without a
 name: it needs no durability, because a start reads it from the journal. Both are on disk but for a small cache, so that
-memory does not grow with history, nor with a lake that can't be reached. The index is read in a thread of its own: a
-disk that hangs must not hold up what else a server does.
+memory does not grow with history, nor with a lake that can't be reached. The index and the lake are read in a thread
+each: a disk that hangs must not hold up what else a server does.
 """
 
 from __future__ import annotations
@@ -13,23 +13,21 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
-from feedback.ingest.id_index import SealedIds, content_of, key_of, keys_and_contents, take_in
+from feedback.ingest.disk_thread import DiskThread
+from feedback.ingest.id_index import SealedIds, content_of, key_of, keys_and_contents, newest_index, take_in
 from feedback.journal.codec import to_batch
 from feedback.journal.recovery import load
 from feedback.journal.segment import list_segments
 from feedback.journal.writer import Journal, JournalUnsure
 from feedback.lake.erasure_registry import is_being_erased, registered, without_erased
 from feedback.lake.table_changes import rows_left
-from feedback.lake.tables import Lake, LakeError
-from feedback.processes.exit import skip_teardown
+from feedback.lake.tables import Lake, LakeError, is_sealed
 from feedback.schema import FEEDBACK
 
 log = logging.getLogger(__name__)
@@ -68,14 +66,11 @@ class SeenFeedback:
         self.journal_folder = journal_folder
         self.error: str | None = None
         """Why ids can't be looked up, or the last one not be remembered; None if all is well."""
-        self._sealed = SealedIds(journal_folder)  # once opened, for ``_thread`` alone
-        self._thread = ThreadPoolExecutor(1, "feedback ids")
+        self._sealed = SealedIds(journal_folder)  # once opened, for ``_index`` alone
+        self._index, self._tables = DiskThread("the index of feedback ids"), DiskThread("the lake's feedback")
         self._unsealed = _private_file()
         self._unsealed_rows = 0
         self._dropped: dict[object, set[bytes]] = {}  # of each look-up: what left the private file since it began
-        self._reading = deque[Future[Any]]()  # of the index, in order
-        self._late: Future[Any] | None = None  # a reading that another has waited for in vain
-        self._closed = False
         self._forgotten_until = -1
         self._erased_until: _Erased | None = None  # what was forgotten by
         self._turn = 0  # an id that came in a later turn than this is younger than what was read in it
@@ -88,24 +83,18 @@ class SeenFeedback:
 
         Raises LakeError, LockTimeoutError or OSError.
         """
-        erasures = registered(self.lake)
+        index, erasures = newest_index(self.journal_folder), registered(self.lake)
         # The journal is read before the lake: what is sealed in between is known twice, never missed.
         for key, content in self._in_journal().items():
             self._remember(key, content)
         take_in(self.lake, self.journal_folder)
         self._sealed.reopen()
-        self._erased_until = (self._sealed.path, erasures)
+        self._erased_until = (index, erasures)
 
     def close(self) -> None:
         """Let go of the files; of an index on a disk that hangs with the process. Blocks for some seconds at most."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            self._thread.submit(self._sealed.close).result(_CLOSE_S)
-        except (TimeoutError, RuntimeError):  # it is still read, or there is no room for a thread
-            skip_teardown("the index of feedback ids is open")
-        self._thread.shutdown(wait=False)
+        self._index.end(self._sealed.close, _CLOSE_S)
+        self._tables.end(lambda: None, _CLOSE_S)
         self._unsealed.close()
 
     async def check(self, row: dict[str, Any]) -> Verdict:
@@ -197,7 +186,8 @@ class SeenFeedback:
             await asyncio.sleep(self.lake.config.seal_seconds)
             try:
                 if self._sealed.damaged:
-                    await asyncio.to_thread(take_in, self.lake, self.journal_folder, rebuild=True)
+                    rebuild = partial(take_in, self.lake, self.journal_folder, rebuild=True)
+                    await self._tables.run(rebuild, None)
                 await self._forget_erased()
                 await self._forget_sealed()
                 self.error = None
@@ -210,24 +200,12 @@ class SeenFeedback:
         return {"healthy": float(self.error is None), "unsealed": self._unsealed_rows, "pending": len(self._pending)}
 
     async def _read(self, work: Callable[[SealedIds], _T]) -> _T:
-        """What ``work`` finds in the index. Raises what it raises, LakeError once closed, TimeoutError (an OSError)."""
-        if self._closed:
-            raise LakeError("the server ends")
-        if self._late is not None and not self._late.done():
-            raise TimeoutError(f"the index of feedback ids is read for more than {_READ_S:g} s")
-        while self._reading and self._reading[0].done():
-            self._reading.popleft()
-        try:
-            reading = self._thread.submit(work, self._sealed)
-        except RuntimeError as error:  # there is no room for a thread
-            raise LakeError(str(error)) from error
-        self._reading.append(reading)
-        try:
-            async with asyncio.timeout(_READ_S):
-                return await asyncio.wrap_future(reading)
-        except TimeoutError:
-            self._late = next((one for one in self._reading if not one.done()), None)
-            raise TimeoutError(f"the index of feedback ids was not read within {_READ_S:g} s") from None
+        """What ``work`` finds in the index. Raises what it raises, and OSError."""
+        return await self._index.run(partial(work, self._sealed), _READ_S)
+
+    async def _of_lake(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """What ``work`` returns of the lake, or the journal. Raises what it raises, and OSError."""
+        return await self._tables.run(partial(work, *arguments), self.lake.config.lock_timeout_s)
 
     def _recorded(self, key: bytes) -> bytes | None:
         found = self._unsealed.execute("SELECT content FROM ids WHERE key = ?", (key,)).fetchall()
@@ -260,13 +238,17 @@ class SeenFeedback:
 
     def _in_journal(self) -> dict[bytes, bytes]:
         """Key -> content of what the journal holds and a seal will not drop."""
+        segments = list_segments(self.journal_folder) if self.journal_folder.exists() else []
+        of_feedback = [segment for segment in segments if segment.name.table == "feedback"]
+        held = [(segment, loaded[0]) for segment in of_feedback if (loaded := load(segment)) is not None]
         found: dict[bytes, bytes] = {}
-        for segment in list_segments(self.journal_folder) if self.journal_folder.exists() else ():
-            if segment.name.table == "feedback" and (loaded := load(segment)) is not None:
-                for key, content in keys_and_contents(
-                    without_erased(self.lake, self.journal_folder, "feedback", loaded[0])
-                ):
-                    found.setdefault(key, content)
+        if not held:
+            return found
+        # Read behind the segments: what is sealed by then is in the index that is read next, or has left the lake.
+        table = self.lake.table("feedback", readable=False)
+        for rows in (rows for segment, rows in held if not is_sealed(segment, table)):
+            for key, content in keys_and_contents(without_erased(self.lake, self.journal_folder, "feedback", rows)):
+                found.setdefault(key, content)
         return found
 
     async def _is_being_erased(self, row: dict[str, Any]) -> bool:
@@ -274,7 +256,7 @@ class SeenFeedback:
         if not self.lake.local:
             return False
         with self._comparing("what is being erased"):
-            return await asyncio.to_thread(is_being_erased, self.lake, "feedback", to_batch([row], FEEDBACK))
+            return await self._of_lake(is_being_erased, self.lake, "feedback", to_batch([row], FEEDBACK))
 
     async def _forget_removed(self, states: Sequence[_State], erased_until: _Erased | None) -> bool:
         """Whether feedback left the lake or the journal that was still known here; it is forgotten then.
@@ -290,11 +272,11 @@ class SeenFeedback:
         with self._comparing("what is recorded"):
             path, erasures = erased_until
             known = all(state.path == path for state in states)  # nothing was forgotten yet by a newer index
-            known = known and await asyncio.to_thread(registered, self.lake) == erasures
+            known = known and await self._of_lake(registered, self.lake) == erasures
             since = min(state.version for state in states)
-            if known and not await asyncio.to_thread(rows_left, self.lake, "feedback", since):
+            if known and not await self._of_lake(rows_left, self.lake, "feedback", since):
                 return False
-            await asyncio.to_thread(take_in, self.lake, self.journal_folder)
+            await self._of_lake(take_in, self.lake, self.journal_folder)
             await self._forget_erased()
         return True
 
@@ -314,14 +296,15 @@ class SeenFeedback:
         is rebuilt.
         """
         async with self._forgetting:
-            erasures = await asyncio.to_thread(registered, self.lake)
-            if (await self._read(_reopened), erasures) == self._erased_until:
+            erasures = await self._of_lake(registered, self.lake)
+            path = await self._read(_reopened)
+            if (path, erasures) == self._erased_until:
                 return
             self._turn = turn = self._turn + 1
             # The journal is read before the lake here too, so that nothing is taken for gone that is sealed in between.
-            kept = await asyncio.to_thread(self._in_journal)
-            await asyncio.to_thread(take_in, self.lake, self.journal_folder)
-            path = await self._read(_reopened)
+            kept = await self._of_lake(self._in_journal)
+            await self._of_lake(take_in, self.lake, self.journal_folder)
+            await self._read(_reopened)
 
             async def in_neither(keys: list[bytes]) -> tuple[int, list[bytes]]:
                 return len(keys), [key for key in keys if key not in kept]
@@ -329,6 +312,7 @@ class SeenFeedback:
             last: bytes | None = b""
             while last is not None:
                 last = await self._forget(last, in_neither, before_turn=turn)
+            # Not by the newest: what was sealed and left since the journal was read is forgotten the next time.
             self._erased_until = (path, erasures)
 
     async def _forget_sealed(self) -> None:

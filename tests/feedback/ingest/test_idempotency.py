@@ -317,19 +317,12 @@ async def test_feedback_recorded_while_two_repeats_of_erased_feedback_wait_stays
     journal.open()
     ledger = opened()
     gone_by("erasure", lake, tmp_path / "elsewhere")
-    numbers = itertools.count(1)
-    second, reached, then, last = (threading.Event() for _ in range(4))
+    numbers, reached, free = itertools.count(1), threading.Event(), threading.Event()
 
     def held_up(*given: Any, **named: Any) -> int:
-        match next(numbers):
-            case 1:
-                assert second.wait(120)  # both find that feedback has left
-            case 2:
-                second.set()
-                assert then.wait(120)
-            case 3:  # the first has looked through the journal
-                reached.set()
-                assert last.wait(120)
+        if next(numbers) == 3:  # both have found that feedback has left, and the first has looked through the journal
+            reached.set()
+            assert free.wait(120)
         return take_in(*given, **named)
 
     monkeypatch.setattr("feedback.ingest.idempotency.take_in", held_up)
@@ -337,9 +330,7 @@ async def test_feedback_recorded_while_two_repeats_of_erased_feedback_wait_stays
     two = asyncio.create_task(ledger.record(body(feedback_id="f2", source="eve"), journal))
     assert await asyncio.to_thread(reached.wait, 20)
     assert await ledger.record(body(feedback_id="b1", source="bob"), journal) == "new"
-    then.set()
-    await asyncio.wait({one, two}, timeout=1, return_when=asyncio.FIRST_COMPLETED)
-    last.set()
+    free.set()
     assert await asyncio.gather(one, two) == ["new", "new"]
     assert await ledger.record(body(0.0, feedback_id="b1", source="bob"), journal) == "conflict"
     journal.close()
@@ -458,18 +449,18 @@ async def test_a_disk_that_hangs_holds_up_look_ups_alone_and_each_of_them_for_a_
     assert await ledger.record(body(), journal) == "new"
     disk = Held(ledger)
     try:
-        for why in (r"was not read within 0\.2 s", r"is read for more than 0\.2 s"):
+        for why in (r"was not read within 0\.2 s", r"a reading has not ended in time"):
             with pytest.raises(SeenFeedbackError, match=why):
                 await ledger.record(body(), journal)
         for _ in range(100):
             with pytest.raises(SeenFeedbackError):
                 await ledger.check(body())
-        assert len(ledger._reading) == 1  # nothing piles up
+        assert ledger._index.readings == 1  # nothing piles up
         assert ledger.stats()["healthy"] == 0
         assert await ledger.record(body(feedback_id="f2"), journal, generated_id=True) == "new"
     finally:
         disk.let_go()
-    await until(lambda: ledger._reading[0].done())
+    await until(lambda: not ledger._index.readings)
     assert await ledger.record(body(), journal) == "same"
     assert await ledger.record(body(0.0), journal) == "conflict"
     assert rows(folder, "feedback").num_rows == 2
@@ -477,7 +468,7 @@ async def test_a_disk_that_hangs_holds_up_look_ups_alone_and_each_of_them_for_a_
 
 async def test_a_ledger_on_a_disk_that_hangs_closes_and_leaves_the_process_to_end_without_it(folder, monkeypatch, lake):
     reasons: list[str] = []
-    monkeypatch.setattr("feedback.ingest.idempotency.skip_teardown", reasons.append)
+    monkeypatch.setattr("feedback.ingest.disk_thread.skip_teardown", reasons.append)
     monkeypatch.setattr("feedback.ingest.idempotency._CLOSE_S", 0.2)
     ledger = SeenFeedback(lake, folder)
     ledger.open()
@@ -488,7 +479,7 @@ async def test_a_ledger_on_a_disk_that_hangs_closes_and_leaves_the_process_to_en
     await asyncio.sleep(0)
     ledger.close()
     ledger.close()
-    assert reasons == ["the index of feedback ids is open"]
+    assert reasons == ["the index of feedback ids is still read"]
     with pytest.raises(SeenFeedbackError, match="the server ends"):
         await ledger.check(body())
     disk.let_go()
@@ -549,7 +540,7 @@ async def test_feedback_that_leaves_the_lake_and_the_index_while_it_is_looked_up
     await asyncio.to_thread(gone_by, "retention", lake, tmp_path / "elsewhere")
     await asyncio.to_thread(seal, lake, folder)
     following = asyncio.create_task(ledger.follow())  # it opens the index that was built anew, behind the look-up
-    await until(lambda: len(ledger._reading) > 1)
+    await until(lambda: ledger._index.readings > 1)
     slow.let_go()
     assert await recording == "new"
     following.cancel()
@@ -648,8 +639,100 @@ async def test_an_index_that_was_opened_too_late_for_who_asked_is_not_taken_for_
         with pytest.raises(SeenFeedbackError, match=r"not read within 0\.2 s"):
             await ledger.compare(body(source="eve"))
         free.set()
-        await until(lambda: all(reading.done() for reading in ledger._reading))
+        await until(lambda: not ledger._index.readings)
     assert await ledger.compare(body(source="eve")) == "new"
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+async def test_what_is_sealed_and_leaves_while_the_lake_is_looked_at_is_forgotten_the_next_time(
+    folder, tmp_path, lake, opened, when
+):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    journal.close()
+    seal(lake, folder)
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    other = body(feedback_id="f2", source="eve")
+    if when == "before":
+        assert await ledger.record(other, journal) == "new"
+    gone_by("retention", lake, tmp_path / "elsewhere")
+    reached, free, in_journal = threading.Event(), threading.Event(), ledger._in_journal
+
+    def slow() -> dict[bytes, bytes]:
+        found = in_journal()
+        reached.set()
+        assert free.wait(120)
+        return found
+
+    ledger._in_journal = slow
+    take_in(lake, folder)
+    following = asyncio.create_task(ledger.follow())
+    assert await asyncio.to_thread(reached.wait, 120)
+    if when == "meanwhile":
+        assert await ledger.record(other, journal) == "new"
+    ledger._in_journal = in_journal
+    journal.close()
+    await asyncio.to_thread(seal, lake, folder)
+    await asyncio.to_thread(gone_by, "retention", lake, tmp_path / "elsewhere")
+    free.set()
+    seal(lake, folder)
+    await until_compared(ledger, other, "new")
+    following.cancel()
+    assert ledger.stats()["unsealed"] == 0
+
+
+async def test_a_segment_that_a_killed_sealer_left_behind_holds_nothing_that_has_left_the_lake(
+    folder, tmp_path, lake, opened
+):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    journal.close()
+    (segment,) = folder.glob("*feedback*")
+    content = segment.read_bytes()
+    seal(lake, folder)
+    segment.write_bytes(content)  # as if the sealer had been killed between its commit and this
+    gone_by("retention", lake, tmp_path / "elsewhere")
+    ledger = opened()
+    again = Journal(folder, JournalConfig(), "replica-0")
+    again.open()
+    assert await ledger.record(body(source="eve"), again) == "new"
+    assert await ledger.record(body(source="eve"), again) == "same"
+    again.close()
+    seal(lake, folder)
+    assert lake.counts()["feedback"] == 1
+
+
+async def test_a_lake_that_hangs_holds_up_repeats_alone_and_each_of_them_for_a_limited_time(
+    folder, tmp_path, opened, monkeypatch, quick_lake
+):
+    quick_lake.config = quick_lake.config.model_copy(update={"lock_timeout_s": 0.5})
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert await ledger.record(body(), journal) == "new"
+    free = threading.Event()
+
+    def hung(*_: Any) -> frozenset[str]:
+        assert free.wait(120)
+        return frozenset()
+
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.ingest.idempotency.registered", hung)
+        repeats = [asyncio.create_task(ledger.record(body(), journal)) for _ in range(50)]
+        await asyncio.sleep(0.1)
+        await asyncio.wait_for(asyncio.to_thread(int), 5)  # whatever else needs a thread has one
+        assert await ledger.record(body(feedback_id="f2"), journal) == "new"
+        refused = await asyncio.wait_for(asyncio.gather(*repeats, return_exceptions=True), 20)
+        assert {type(error) for error in refused} == {SeenFeedbackError}
+        free.set()
+        await until(lambda: not ledger._tables.readings)
+    assert await ledger.record(body(), journal) == "same"
+    journal.close()
 
 
 async def test_a_slow_disk_ends_a_forgetting_and_other_look_ups_wait_for_a_moment_of_it(
@@ -679,5 +762,5 @@ async def test_a_slow_disk_ends_a_forgetting_and_other_look_ups_wait_for_a_momen
             assert await ledger.check(body(feedback_id="other")) == "new"
             asked += 1
     following.cancel()
-    assert asked > 5
+    assert asked > 1
     assert ledger.error is None
