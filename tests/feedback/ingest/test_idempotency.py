@@ -59,6 +59,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def record_and_seal(ledger: SeenFeedback, folder: Path, lake: Lake) -> None:
+    """Have feedback of eve come, and go into the lake."""
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    journal.close()
+    seal(lake, folder)
+
+
 async def until_checked(ledger: SeenFeedback, row: dict[str, Any], verdict: str) -> None:
     async with asyncio.timeout(120):
         while await ledger.check(row) != verdict:
@@ -551,11 +560,7 @@ async def test_feedback_that_leaves_the_lake_and_the_index_while_it_is_looked_up
 
 async def test_feedback_is_not_known_while_what_left_the_lake_is_being_forgotten(folder, tmp_path, lake, opened):
     ledger = opened()
-    journal = Journal(folder, JournalConfig(), "replica-0")
-    journal.open()
-    assert await ledger.record(body(source="eve"), journal) == "new"
-    journal.close()
-    seal(lake, folder)
+    await record_and_seal(ledger, folder, lake)
     gone_by("retention", lake, tmp_path / "elsewhere")
     seal(lake, folder)
     reached, free, in_journal = threading.Event(), threading.Event(), ledger._in_journal
@@ -584,11 +589,7 @@ async def test_what_leaves_the_lake_while_something_else_is_forgotten_is_forgott
     folder, tmp_path, lake, opened, monkeypatch
 ):
     ledger = opened()
-    journal = Journal(folder, JournalConfig(), "replica-0")
-    journal.open()
-    assert await ledger.record(body(source="eve"), journal) == "new"
-    journal.close()
-    seal(lake, folder)
+    await record_and_seal(ledger, folder, lake)
     gone_by("retention", lake, tmp_path / "elsewhere")
     seal(lake, folder)
     again = Journal(folder, JournalConfig(), "replica-0")
@@ -621,11 +622,7 @@ async def test_an_index_that_was_opened_too_late_for_who_asked_is_not_taken_for_
     folder, tmp_path, lake, opened, monkeypatch
 ):
     ledger = opened()
-    journal = Journal(folder, JournalConfig(), "replica-0")
-    journal.open()
-    assert await ledger.record(body(source="eve"), journal) == "new"
-    journal.close()
-    seal(lake, folder)
+    await record_and_seal(ledger, folder, lake)
     gone_by("retention", lake, tmp_path / "elsewhere")
     reopen, free = ledger._sealed.reopen, threading.Event()
 
@@ -648,11 +645,7 @@ async def test_what_is_sealed_and_leaves_while_the_lake_is_looked_at_is_forgotte
     folder, tmp_path, lake, opened, when
 ):
     ledger = opened()
-    journal = Journal(folder, JournalConfig(), "replica-0")
-    journal.open()
-    assert await ledger.record(body(source="eve"), journal) == "new"
-    journal.close()
-    seal(lake, folder)
+    await record_and_seal(ledger, folder, lake)
     journal = Journal(folder, JournalConfig(), "replica-0")
     journal.open()
     other = body(feedback_id="f2", source="eve")
